@@ -1,0 +1,168 @@
+# Two commands matter: `make demo` and `make test`.  Each does its whole set-up and says what it does.
+# Set-up happens once: stamp files remember it, and a change of pyproject.toml or constraints.txt
+# repeats it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+# Python 3.11 first: it is what constraints.txt was made with.  Choose another with PYTHON=...
+# Names are tried by running them, because a version manager's shim may exist and refuse to run.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+    "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
+    { echo "$$name"; break; }; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+VENV_STAMP := $(VENV)/.stamp-venv
+INSTALL_STAMP := $(VENV)/.stamp-install
+MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
+SOURCES := lifecycle kernels engine transport tools tests property_tests conftest.py
+
+say = @printf '\n==> %s\n'
+
+.PHONY: help
+help: ## Show this list
+	@echo "make demo   set up, start the parts, answer a question with a real model, show its log"
+	@echo "make test   set up, then every check that blocks a change"
+	@echo "make check  set up, then the one-minute subset of the checks"
+	@echo
+	@echo "Single steps:"
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
+
+
+# --- Set-up -----------------------------------------------------------------------------------
+
+.PHONY: setup
+setup: $(INSTALL_STAMP) ## Make the virtual environment and install everything into it
+
+$(VENV_STAMP):
+	$(say) "Virtual environment in $(VENV)"
+	@if [[ -z "$(PYTHON)" ]] || ! command -v "$(PYTHON)" >/dev/null; then \
+	    echo "Python 3.11 or newer is needed, and none was found (looked for: $(or $(PYTHON),python3.11, python3.12, python3.13, python3))."; \
+	    echo "Install one, or name it: make PYTHON=/path/to/python3.11 ..."; \
+	    exit 1; \
+	fi
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed; {sys.executable} is {v[0]}.{v[1]}. Name another one: make PYTHON=...")'
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make virtual environments: its modules venv and ensurepip are missing."; \
+	    echo "On Debian and Ubuntu they are a package of their own: apt-get install python3-venv"; \
+	    exit 1; \
+	}
+	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	    echo "$(VENV) exists and works: kept."; \
+	else \
+	    "$(PYTHON)" -m venv --clear $(VENV); \
+	    echo "Made with $$($(BIN)/python --version)."; \
+	fi
+	@touch $@
+
+$(INSTALL_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
+	$(say) "Packages (the first time takes minutes: torch is large)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint constraints.txt --editable '.[test,dev]'
+	@echo "Installed: $$($(BIN)/python -m pip list --disable-pip-version-check 2>/dev/null | tail -n +3 | wc -l) packages."
+	@touch $@
+
+.PHONY: model
+model: $(MODEL) ## Fetch and verify the small instruct model
+
+$(MODEL): | $(INSTALL_STAMP)
+	$(say) "Model file"
+	@$(BIN)/python -m tools.fetch_model
+
+
+# --- The two commands -------------------------------------------------------------------------
+
+.PHONY: demo
+demo: $(INSTALL_STAMP) $(MODEL) ## Serve a real model with two engines and show the log
+	$(say) "Demo"
+	@CUSTODY_MODEL="$(abspath $(MODEL))" $(BIN)/custody demo
+
+# In this order, so that the cheapest refusal comes first; the tests come last.
+.PHONY: test
+test: ## Every check that blocks a change
+	@$(MAKE) lint
+	@$(MAKE) types
+	@$(MAKE) schema
+	@$(MAKE) generated
+	@$(MAKE) tests
+
+.PHONY: check
+check: ## Lint, types and the fast tests: about a minute
+	@$(MAKE) lint
+	@$(MAKE) types
+	@$(MAKE) fast-tests
+
+
+# --- Single steps -----------------------------------------------------------------------------
+
+.PHONY: lint
+lint: $(INSTALL_STAMP) ## Lint and formatting
+	$(say) "Lint: ruff check"
+	@$(BIN)/ruff check .
+	$(say) "Format: ruff format --check"
+	@$(BIN)/ruff format --check .
+
+.PHONY: types
+types: $(INSTALL_STAMP) ## Static types
+	$(say) "Types: mypy --strict"
+	@$(BIN)/mypy
+
+.PHONY: schema
+schema: $(INSTALL_STAMP) ## The protobuf schema's style and compatibility
+	$(say) "Schema: buf lint"
+	@$(BIN)/buf lint proto
+	$(say) "Schema: buf breaking against proto/image.binpb"
+	@$(BIN)/buf breaking proto --against proto/image.binpb
+
+.PHONY: generated
+generated: $(INSTALL_STAMP) ## Generated code and documents are up to date
+	$(say) "Generated code: transport/pb against proto"
+	@$(BIN)/python -m tools.generate_proto --check
+	$(say) "Generated documents: docs against the code"
+	@$(BIN)/python -m tools.generate_docs --check
+
+.PHONY: tests
+tests: $(INSTALL_STAMP) $(MODEL) ## All tests
+	$(say) "Tests: pytest tests property_tests"
+	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests property_tests
+
+.PHONY: fast-tests
+fast-tests: $(INSTALL_STAMP) ## Tests that need neither the model nor processes
+	$(say) "Tests: pytest -m 'not slow and not model and not process'"
+	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests property_tests \
+	    -m 'not slow and not model and not process'
+
+.PHONY: fuzz
+fuzz: $(INSTALL_STAMP) ## Random properties: prints seed and blob of what it finds
+	$(say) "Fuzz: pytest property_tests with random examples"
+	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest property_tests --timeout=600
+
+.PHONY: format
+format: $(INSTALL_STAMP) ## Format the code and apply safe lint fixes
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+.PHONY: sizes
+sizes: $(INSTALL_STAMP) ## The largest modules and functions
+	@$(BIN)/python -m tools.house
+
+.PHONY: proto
+proto: $(INSTALL_STAMP) ## Regenerate transport/pb from the schema
+	@$(BIN)/python -m tools.generate_proto
+
+.PHONY: proto-image
+proto-image: $(INSTALL_STAMP) ## Accept the schema as the one that later changes must stay compatible with
+	@$(BIN)/buf build proto --exclude-source-info --output proto/image.binpb
+	@echo "Wrote proto/image.binpb; commit it."
+
+.PHONY: docs
+docs: $(INSTALL_STAMP) ## Regenerate the generated parts of docs
+	@$(BIN)/python -m tools.generate_docs
+
+.PHONY: clean
+clean: ## Remove caches and build products; keep the environment and the model
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build

@@ -1,0 +1,57 @@
+"""Fixtures and profiles shared by `tests` and `property_tests`.
+
+Owns: how tests find the model file, which event loop they run on, how many examples they draw.
+Must not know: any module under test.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Libraries that could reach for a network or start thread pools of their own are told not to,
+# before anything imports them.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+MODEL_FILE = Path(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+# For a developer: random, with the example database.
+# Deadlines measure the machine, not the code: two cores are shared with other work.
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=100,
+    print_blob=True,
+    suppress_health_check=(HealthCheck.too_slow,),
+)
+# Blocks a change: the same examples on every run of the same code.
+settings.register_profile(
+    "ci", parent=settings.get_profile("default"), derandomize=True, database=None
+)
+# Looks for something new: `make fuzz`.
+settings.register_profile("fuzz", parent=settings.get_profile("default"), max_examples=5_000)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "default")
+)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Async tests run on asyncio alone, because the gRPC library needs it."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """Path of the real model's GGUF file; a missing file fails the test and is never a skip."""
+    root = Path(__file__).resolve().parent
+    path = Path(os.environ.get("CUSTODY_MODEL", root / MODEL_FILE))
+    if not path.is_file():
+        pytest.fail(
+            f"The model file {path} is missing. "
+            "Run `make model`, or name another copy in CUSTODY_MODEL.",
+            pytrace=False,
+        )
+    return path.resolve()

@@ -1,0 +1,1 @@
+"""Properties, exhaustive exploration of small worlds, and mutants that must be found."""

@@ -1,0 +1,1 @@
+"""Examples: each test states one claim in its docstring."""

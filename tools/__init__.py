@@ -1,0 +1,1 @@
+"""Small programs that `make` calls; nothing that serves a request imports them."""
