@@ -23,7 +23,9 @@ SOURCES = ROOT / "proto"
 PACKAGE = Path("custody/v1")
 OUTPUT = ROOT / "transport" / "pb"
 
-_INIT = '"""Generated from `proto/custody/v1` by `make proto`; edit the schema, never these files."""\n'
+_INIT = (
+    '"""Generated from `proto/custody/v1` by `make proto`; edit the schema, never these files."""\n'
+)
 # Import lines of modules and stubs, and the name that the builder stamps on message classes.
 _IMPORT = re.compile(r"^from custody\.v1 import ", re.MULTILINE)
 _MODULE = re.compile(r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')custody\.v1\.")
