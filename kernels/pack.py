@@ -1,0 +1,157 @@
+"""Packing pages for a remote write, and verifying pages that arrived.
+
+It owns the copy from source pages into staging slots and the check of every byte on arrival.
+It must not know how bytes travel or which grant a tag belongs to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.digest import (
+    ALGORITHM_WSUM32,
+    METHOD_WSUM32,
+    data_sums,
+    range_digest,
+    seal,
+    to_unsigned,
+)
+from kernels.headers import (
+    LOW_32,
+    HeaderField,
+    HeaderMismatch,
+    check,
+    stamp,
+    tag_tensor,
+)
+from kernels.layout import LayoutUnsupportedError, PageMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What arrived.
+
+    checked: number of blocks whose headers, padding and digests were compared.
+    digest: the unsigned range digest over the recomputed block digests.
+    mismatch: the first difference, or None.
+    method: name of the digest algorithm, for the log.
+    """
+
+    checked: int
+    digest: int
+    mismatch: HeaderMismatch | None
+    method: str = METHOD_WSUM32
+
+
+def pack(
+    source: PageMemory,
+    source_pages: Tensor,
+    destination: PageMemory,
+    slots: Tensor,
+    *,
+    tag: int,
+    positions: Tensor,
+    filled: Tensor,
+    sums: Tensor | None = None,
+) -> int:
+    """Fill staging slots with sealed copies of source pages that bear the destination's tag.
+
+    source_pages, slots, positions, filled: int64 `[N]`; every filled row is copied, all other
+    rows of a slot are zeroed, so stale bytes of another request are never shipped.
+    sums: int64 `[layers, N]`, data parts made when the pages were sealed; computed from the
+    source, not from the copy, where they are missing.
+    Returns the unsigned range digest.
+
+    Raises:
+        LayoutUnsupportedError: source and destination differ in layout.
+        TagZeroError: the tag is 0.
+    """
+    layout = source.layout
+    if destination.layout != layout:
+        raise LayoutUnsupportedError(
+            quantity="destination layout",
+            value=destination.layout.canonical(),
+            required=layout.canonical(),
+        )
+    tags = tag_tensor(tag, slots.numel(), destination.words.device)
+    if sums is None:
+        sums = data_sums(source, source_pages, filled)
+    row_words = layout.row_bytes // 4
+    partial = torch.nonzero(filled < layout.page_tokens).flatten().tolist()
+    counts = filled.tolist()
+    for layer in range(layout.layers):
+        rows = source.data[layer].index_select(0, source_pages)
+        for entry in partial:
+            rows[entry, counts[entry] * row_words :] = 0
+        destination.data[layer].index_copy_(0, slots, rows)
+    digests = seal(sums, tags=tags, positions=positions, filled=filled)
+    stamp(destination, slots, tags=tags, positions=positions, filled=filled, digests=digests)
+    return range_digest(digests)
+
+
+def verify(
+    memory: PageMemory,
+    pages: Tensor,
+    *,
+    tag: int,
+    positions: Tensor,
+    filled: Tensor,
+) -> VerifyReport:
+    """Check every byte of arrived pages: header, digest over filled rows, zeros everywhere else.
+
+    pages, positions, filled: int64 `[N]`; `filled` must be met exactly.
+
+    Raises:
+        TagZeroError: the tag is 0.
+    """
+    tags = tag_tensor(tag, pages.numel(), memory.words.device)
+    digests = seal(data_sums(memory, pages, filled), tags=tags, positions=positions, filled=filled)
+    report = check(memory, pages, tags, positions, filled)
+    mismatch = report.first or _arrival_mismatch(memory, pages, filled, digests)
+    return VerifyReport(checked=report.checked, digest=range_digest(digests), mismatch=mismatch)
+
+
+def _arrival_mismatch(
+    memory: PageMemory, pages: Tensor, filled: Tensor, digests: Tensor
+) -> HeaderMismatch | None:
+    """What only a sealed page shows: exact filled, algorithm, digest, zero padding."""
+    head = memory.words[:, :, :4].index_select(1, pages)
+    counts = head[:, :, 2] & LOW_32
+    algorithms = (head[:, :, 2] >> 32) & LOW_32
+    padding = _padding_words(memory, pages, filled)
+    zeros = torch.zeros_like(digests)
+    compares: tuple[tuple[HeaderField, Tensor, Tensor], ...] = (
+        ("filled", filled.expand_as(counts), counts),
+        ("algorithm", torch.full_like(counts, ALGORITHM_WSUM32), algorithms),
+        ("digest", digests, head[:, :, 3]),
+        ("padding", zeros, padding),
+    )
+    for field, expected, found in compares:
+        bad = torch.nonzero(expected != found)
+        if bad.numel():
+            layer, entry = (int(index) for index in bad[0])
+            return HeaderMismatch(
+                page=int(pages[entry]),
+                layer=layer,
+                field=field,
+                expected=to_unsigned(int(expected[layer, entry])),
+                found=to_unsigned(int(found[layer, entry])),
+            )
+    return None
+
+
+def _padding_words(memory: PageMemory, pages: Tensor, filled: Tensor) -> Tensor:
+    """int64 `[layers, N]`: how many words that must be zero are not."""
+    layout = memory.layout
+    header = memory.words[:, :, 4 : layout.header_words].index_select(1, pages)
+    trailer = memory.words[:, :, -8:-1].index_select(1, pages)
+    count = header.count_nonzero(dim=-1) + trailer.count_nonzero(dim=-1)
+    row_words = layout.row_bytes // 4
+    for entry, rows in enumerate(filled.tolist()):
+        if rows < layout.page_tokens:
+            tail = memory.data[:, int(pages[entry]), rows * row_words :]
+            count[:, entry] += tail.count_nonzero(dim=-1)
+    return count
