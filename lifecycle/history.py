@@ -1,0 +1,160 @@
+"""A whole log reduced: every request, the fleet and the pages, one entry at a time.
+
+Owns: how an entry changes requests, fleet and ledger together.
+Must not know: who asks; the scheduler, the engines, the worlds and `replay` use this very class.
+
+An engine's copy holds only the requests that concern it, so it counts only its own pages and is
+built with `crossguards=False`: what was published was judged with all the pages in view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lifecycle.crossguards import CROSS_GUARDS, CrossGuard, View
+from lifecycle.events import (
+    FLEET_EVENTS,
+    REQUEST_EVENTS,
+    Aborted,
+    Admitted,
+    Attached,
+    Entry,
+    Event,
+    Finished,
+    Lost,
+    Quarantined,
+    Released,
+    Requeued,
+    Reserved,
+)
+from lifecycle.fleet import FleetState, reduce_fleet
+from lifecycle.ids import FLEET, Party, RequestId
+from lifecycle.ledger import Account, Ledger
+from lifecycle.reducer import ALL_GUARDS, Reducer, fold
+from lifecycle.state import RequestState, Violation
+
+
+def cross_by_event(guards: Iterable[CrossGuard]) -> dict[type[Event], tuple[CrossGuard, ...]]:
+    """Index cross guards by the events that they look at."""
+    listed = tuple(guards)
+    return {kind: tuple(g for g in listed if kind in g.events) for kind in REQUEST_EVENTS}
+
+
+ALL_CROSS = cross_by_event(CROSS_GUARDS)
+
+
+class History:
+    """The reduced log. `apply` changes it; an illegal entry changes nothing."""
+
+    def __init__(self, *, without: Iterable[str] = (), crossguards: bool = True) -> None:
+        """Begin empty; `without` takes guards away by name, for searches that must then find it."""
+        gone = frozenset(without)
+        self.requests: dict[RequestId, RequestState] = {}
+        self.fleet = FleetState()
+        self.ledger: Ledger = {}
+        self.time_ns = 0
+        self.evaluated = 0
+        self._reducer = Reducer.without(gone) if gone else ALL_GUARDS
+        self._cross = (
+            cross_by_event(g for g in CROSS_GUARDS if g.name not in gone) if gone else ALL_CROSS
+        )
+        self._crossguards = crossguards
+
+    def copy(self) -> History:
+        """An independent copy; states are immutable, so this is shallow."""
+        other = History.__new__(History)
+        other.requests = dict(self.requests)
+        other.fleet = self.fleet
+        other.ledger = dict(self.ledger)
+        other.time_ns = self.time_ns
+        other.evaluated = self.evaluated
+        other._reducer = self._reducer  # noqa: SLF001 - a copy of its own class
+        other._cross = self._cross  # noqa: SLF001 - a copy of its own class
+        other._crossguards = self._crossguards  # noqa: SLF001 - a copy of its own class
+        return other
+
+    def state(self, request: RequestId) -> RequestState:
+        """The request's state; NEW when the log does not know it."""
+        known = self.requests.get(request)
+        return RequestState(request) if known is None else known
+
+    def check(self, entry: Entry) -> Violation | None:
+        """Say which rule the entry would break, or None; changes nothing."""
+        if entry.request == FLEET:
+            result = reduce_fleet(self.fleet, entry)
+            return result if isinstance(result, Violation) else None
+        state = self.state(entry.request)
+        kind = type(entry.event)
+        if self._crossguards and entry.time_ns < self.time_ns:
+            message = f"time {entry.time_ns} ns is before {self.time_ns} ns"
+            return Violation(
+                "unbroken-log", "unbroken-log/total", message, entry.request, entry.sequence
+            )
+        violation = self._reducer.check(state, entry)
+        if violation is not None:
+            return violation
+        self.evaluated += len(self._reducer.early[kind]) + len(self._reducer.late[kind]) + 1
+        if not self._crossguards:
+            return None
+        view = View(self.fleet, self.ledger)
+        for guard in self._cross[kind]:
+            self.evaluated += 1
+            message_or_none = guard.check(view, state, entry, entry.event)
+            if message_or_none is not None:
+                return Violation(
+                    guard.rule, guard.name, message_or_none, entry.request, entry.sequence
+                )
+        return None
+
+    def apply(self, entry: Entry) -> Violation | None:
+        """Take the entry in, or return the violation and stay as it was."""
+        violation = self.check(entry)
+        if violation is not None:
+            return violation
+        self.time_ns = max(self.time_ns, entry.time_ns)
+        if isinstance(entry.event, FLEET_EVENTS):
+            self._apply_fleet(entry, entry.event)
+        else:
+            before = self.state(entry.request)
+            self.requests[entry.request] = fold(before, entry)
+            self._account(before, entry)
+        return None
+
+    def _apply_fleet(self, entry: Entry, event: Event) -> None:
+        result = reduce_fleet(self.fleet, entry)
+        if isinstance(result, Violation):
+            raise TypeError(result.message)
+        self.fleet = result
+        if isinstance(event, Attached):
+            for rank in range(event.ranks):
+                party = Party(event.engine, event.incarnation, rank)
+                self.ledger[party] = Account(event.pages, event.slots)
+        elif isinstance(event, Lost):
+            for party in tuple(self.ledger):
+                if (party.engine, party.incarnation) == (event.engine, event.incarnation):
+                    del self.ledger[party]
+
+    def _account(self, before: RequestState, entry: Entry) -> None:
+        event = entry.event
+        request = entry.request
+        if isinstance(event, Admitted):
+            for leg in (event.prefill, event.decode):
+                for party in leg.parties():
+                    if party in self.ledger:
+                        self.ledger[party] = self.ledger[party].book(request, leg.pages_booked)
+        elif isinstance(event, Finished | Aborted | Requeued):
+            for party, account in tuple(self.ledger.items()):
+                if any(name == request for name, _ in account.booked):
+                    self.ledger[party] = account.unbook(request)
+        elif isinstance(event, Reserved):
+            owner = event.grant.owner
+            if owner in self.ledger:
+                account = self.ledger[owner]
+                self.ledger[owner] = account.hold(request, event.pages, event.grant.serial)
+        elif isinstance(event, Released | Quarantined):
+            grant = before.grant(event.grant)
+            owner = event.grant.owner
+            if grant is not None and owner in self.ledger:
+                account, pages = self.ledger[owner], grant.reserved.pages
+                changed = account.free if isinstance(event, Released) else account.quarantine
+                self.ledger[owner] = changed(pages)

@@ -1,0 +1,142 @@
+"""What a request is, reduced from its log: one frozen record, and nothing beside it.
+
+Owns: phases, grants and the request's state as values.
+Must not know: which event is legal (`phases`, `guards`) or how it changes a state (`reducer`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import attrs
+
+from lifecycle.events import (
+    Aborted,
+    Admitted,
+    Finished,
+    Purpose,
+    Rejected,
+    Reserved,
+    Transferred,
+)
+from lifecycle.ids import GrantId, Party, RequestId
+
+
+class Phase(Enum):
+    """Where a request's attempt stands; what lies before `DECODING` is decided by grants."""
+
+    NEW = "new"
+    REJECTED = "rejected"
+    ADMITTED = "admitted"
+    DECODING = "decoding"
+    REQUEUED = "requeued"
+    ENDED = "ended"
+    CLOSED = "closed"
+
+
+LIVE = frozenset({Phase.ADMITTED, Phase.DECODING})
+"""Phases in which an attempt is running."""
+
+OPEN = frozenset({Phase.ADMITTED, Phase.DECODING, Phase.REQUEUED})
+"""Phases in which the client still waits for its answer."""
+
+
+class Settlement(Enum):
+    """What became of a grant."""
+
+    HELD = "held"
+    RELEASED = "released"
+    QUARANTINED = "quarantined"
+
+
+@attrs.frozen
+class Written:
+    """One accepted `Transferred` and the party that wrote it."""
+
+    party: Party
+    transfer: Transferred
+
+
+@attrs.frozen
+class Grant:
+    """A grant and everything that the log says about it."""
+
+    reserved: Reserved
+    attempt: int
+    drained: tuple[Party, ...] = ()
+    written: tuple[Written, ...] = ()
+    settlement: Settlement = Settlement.HELD
+
+    @property
+    def id(self) -> GrantId:
+        """The grant's name."""
+        return self.reserved.grant
+
+    @property
+    def undrained(self) -> tuple[Party, ...]:
+        """Parties that may still write."""
+        return tuple(p for p in self.reserved.parties if p not in self.drained)
+
+
+@attrs.frozen
+class RequestState:
+    """`reduce` over a request's log.
+
+    `sequence` is the next entry's number; `deadline_ns` bounds the answer and `settle_by_ns`
+    the settlement of what an ended attempt left (0 when nothing is to be settled);
+    `first` is the first attempt's admission, `relayed` the tokens that earlier attempts
+    gave to the client.
+    """
+
+    request: RequestId
+    phase: Phase = Phase.NEW
+    sequence: int = 0
+    attempt: int = 0
+    time_ns: int = 0
+    deadline_ns: int = 0
+    settle_by_ns: int = 0
+    first: Admitted | None = None
+    admitted: Admitted | None = None
+    grants: tuple[Grant, ...] = ()
+    outcome: Rejected | Finished | Aborted | None = None
+    relayed: int = 0
+
+    def grant(self, name: GrantId) -> Grant | None:
+        """The grant of that name, if the log knows it."""
+        for grant in self.grants:
+            if grant.reserved.grant == name:
+                return grant
+        return None
+
+    def current(self, purpose: Purpose) -> tuple[Grant, ...]:
+        """This attempt's grants for that purpose, in the order of their reservation."""
+        return tuple(
+            g for g in self.grants if g.attempt == self.attempt and g.reserved.purpose is purpose
+        )
+
+    @property
+    def unsettled(self) -> tuple[Grant, ...]:
+        """Grants that are neither released nor quarantined."""
+        return tuple(g for g in self.grants if g.settlement is Settlement.HELD)
+
+    def label(self) -> str:
+        """The phase in words, with what grants say about it; for people, never for decisions."""
+        if self.phase is not Phase.ADMITTED:
+            return str(self.phase.value)
+        destinations = self.current(Purpose.DESTINATION)
+        if not destinations:
+            return "prefill" if self.current(Purpose.SOURCE) else "admitted"
+        if any(g.undrained for g in destinations):
+            return "transfer"
+        return "verifying"
+
+
+@attrs.frozen
+class Violation:
+    """An event that the log may not hold: the rule it broke, the guard that saw it, and why."""
+
+    rule: str
+    guard: str
+    message: str
+    request: RequestId
+    sequence: int
