@@ -261,21 +261,34 @@ def test_a_wrong_model_file_is_refused(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == []
 
 
-def test_an_old_python_is_named(tmp_path: Path) -> None:
-    """`make setup` refuses an interpreter that is too old, with both versions in the message."""
-    old = tmp_path / "python3.9"
-    # An interpreter that believes to be 3.9: it runs the Makefile's own check with other numbers.
-    old.write_text(
-        f"#!{sys.executable}\nimport sys\nsys.version_info = (3, 9, 0)\nexec(sys.argv[2])\n"
-    )
-    old.chmod(0o755)
+def _make_setup(folder: Path, *, before_each_command: str) -> str:
+    """Standard error and output of a `make setup` that must fail.
+
+    The interpreter it is given runs the Makefile's own checks, after the given statement.
+    """
+    python = folder / "python3"
+    python.write_text(f"#!{sys.executable}\nimport sys\n{before_each_command}\nexec(sys.argv[2])\n")
+    python.chmod(0o755)
     made = subprocess.run(
-        ["make", "setup", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}"],
+        ["make", "setup", f"PYTHON={python}", f"VENV={folder / 'venv'}"],
         cwd=house.ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert made.returncode != 0
-    assert "Python 3.11 or newer is needed" in made.stderr
-    assert "is 3.9" in made.stderr
+    assert not (folder / "venv").exists()
+    return made.stderr + made.stdout
+
+
+def test_an_old_python_is_named(tmp_path: Path) -> None:
+    """`make setup` refuses an interpreter that is too old, with both versions in the message."""
+    said = _make_setup(tmp_path, before_each_command="sys.version_info = (3, 9, 0)")
+    assert "Python 3.11 or newer is needed" in said
+    assert "is 3.9" in said
+
+
+def test_a_python_without_venv_is_named(tmp_path: Path) -> None:
+    """Debian splits venv off; `make setup` says which package brings it."""
+    said = _make_setup(tmp_path, before_each_command="sys.modules['ensurepip'] = None")
+    assert "apt-get install python3-venv" in said
