@@ -21,6 +21,10 @@ GENERATED = Path("transport/pb")
 
 MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 90
+# Modules that may be longer, each with its own limit and its reason.
+LONGER_MODULES: Mapping[str, tuple[int, str]] = {
+    "lifecycle/events.py": (500, "the whole vocabulary of both logs is read in one place"),
+}
 
 # Imports go one way: a package may import itself and what stands here.
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
@@ -168,8 +172,9 @@ def size_breaches(source: str, *, path: Path) -> list[str]:
     """Modules and functions over their limits, with both numbers."""
     lines = source.count("\n")
     breaches = []
-    if lines > MODULE_LINES_MAX:
-        breaches.append(f"{path}: {lines} lines, at most {MODULE_LINES_MAX}")
+    most, _ = LONGER_MODULES.get(path.as_posix(), (MODULE_LINES_MAX, ""))
+    if lines > most:
+        breaches.append(f"{path}: {lines} lines, at most {most}")
     breaches += [
         f"{path}:{line}: {name}() has {length} lines, at most {FUNCTION_LINES_MAX}"
         for name, line, length in functions(source)
