@@ -161,6 +161,7 @@ class PagedBatch:
         self._require_begun("attend", q.shape[0])
         rows = self._pool.memory.rows[layer]
         output = torch.zeros_like(q)
+        q = q.to(rows.dtype)
         first_visit = layer not in self._read_layers
         self._read_layers.add(layer)
         for number, plan in enumerate(self._plans):

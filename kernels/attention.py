@@ -17,7 +17,7 @@ from torch.nn import functional
 
 def gap_rows(tokens: int, page_tokens: int) -> Tensor:
     """int64: the gap rows among the view rows of `tokens` tokens, one between two pages."""
-    return torch.arange(page_tokens, view_rows(tokens, page_tokens), page_tokens + 1)
+    return page_tokens + torch.arange((tokens - 1) // page_tokens) * (page_tokens + 1)
 
 
 def view_rows(tokens: int, page_tokens: int) -> int:
