@@ -364,9 +364,9 @@ def test_nothing_is_read_before_the_check() -> None:
 )
 def test_slices_stay_inside_their_pages(fields: dict[str, Any], quantity: str) -> None:
     """A slice whose pages or tokens are out of bounds never becomes a step."""
-    fields = {"pages": ((0, 2),), "tag": 1, "start": 0, "count": 1} | fields
+    sound: dict[str, Any] = {"pages": ((0, 2),), "tag": 1, "start": 0, "count": 1}
     with pytest.raises(SliceOutOfBoundsError) as caught:
-        PagedBatch(poisoned_pool(4), [SequenceSlice(**fields)])
+        PagedBatch(poisoned_pool(4), [SequenceSlice(**(sound | fields))])
     assert caught.value.quantity == quantity
 
 
