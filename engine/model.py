@@ -164,6 +164,7 @@ class Model:
         rows = tokens.shape[0]
         rotated_heads = config.heads + config.kv_heads
         all_heads = rotated_heads + config.kv_heads
+        query_size = config.heads * config.head_dim
         cosines, sines = angles(positions, self._frequencies, self.dtype)
         # The rows added here are computed beside the others and thrown away.
         hidden = _padded(F.embedding(tokens, self.weights.embedding), rows)
@@ -175,7 +176,7 @@ class Model:
             kv.append(index, rotated[:, config.heads :], qkv[:, rotated_heads:])
             if index == config.layers - 1 and not states_wanted:
                 break
-            attended = kv.attend(index, rotated[:, : config.heads]).reshape(rows, -1)
+            attended = kv.attend(index, rotated[:, : config.heads]).reshape(rows, query_size)
             hidden = hidden + F.linear(_padded(attended, rows), layer.output, layer.output_bias)
             hidden = hidden + self._mlp(hidden, layer)
         return hidden

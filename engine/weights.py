@@ -169,8 +169,8 @@ class _Tensors:
         self._where: dict[str, tuple[Path, Any]] = {}
         for path in files:
             try:
-                opened = safe_open(path, framework="pt", device="cpu")
-                names = [str(name) for name in opened.keys()]  # type: ignore[no-untyped-call]  # the library leaves it untyped
+                opened: Any = safe_open(path, framework="pt", device="cpu")
+                names = list(map(str, opened.keys()))
             except (OSError, SafetensorError, ValueError) as error:
                 raise ModelFileError(path=path, reason=str(error)) from error
             for name in names:
