@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 
-from engine.dataplane import Answer, DataPlane, ObservedExit, Span
+from engine.dataplane import Answer, DataPlane, ObservedExit, Peer, Span
 from engine.dataplane_errors import (
     DescriptorMalformed,
     PeerMismatch,
@@ -42,7 +42,7 @@ from transport.planes.grpc_receiver import PagesServicer
 from transport.planes.grpc_stream import SERVER_OPTIONS, GrpcStreamPlane
 from transport.planes.naive import NaiveNetwork, NaivePlane
 from transport.planes.shared_memory import Segment, SharedMemoryPlane, create_segment
-from transport.planes.tickets import Worker
+from transport.planes.tickets import TicketBook, Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 INCARNATION = "decode/b1"
@@ -421,6 +421,21 @@ def test_a_stopped_source_reads_no_local_memory() -> None:
     assert source.stop()
     assert list(requests) == []
     assert not FrameSource(opening=pages_pb2.Opening(), staging=pattern(8), writes=[]).stop()
+
+
+@pytest.mark.parametrize("final", [Answer.DONE, Answer.FAILED_QUIESCED])
+def test_a_final_answer_never_changes(final: Answer) -> None:
+    """Whatever a back end says after its final answer, the caller has acted on the first."""
+    book = TicketBook(None)
+    peer = Peer(serial=1, incarnation=INCARNATION, pool_bytes=64)
+    ticket = book.open(peer=peer, grant=GRANT, length=64)
+    book.settle(ticket, Answer.IN_DOUBT, "why")
+    assert book.in_flight(peer) == 0
+    book.settle(ticket, final)
+    for later in Answer:
+        book.settle(ticket, later, "late")
+        assert (book.answer(ticket), book.reason(ticket)) == (final, "")
+    assert book.in_flight(peer) == 0
 
 
 def test_a_full_queue_is_a_typed_refusal() -> None:

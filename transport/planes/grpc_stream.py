@@ -5,6 +5,7 @@ It must not know the engine's server: its process adds `servicer()` to one and p
 A stale write is impossible by construction, because a fenced grant is refused at every frame.
 """
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -221,7 +222,9 @@ class GrpcStreamPlane:
         with self._lock:
             link = self._links.get(ticket.peer.serial)
         if link is not None:
-            link.worker.submit(partial(self._ask, link, ticket))
+            # A full queue means only that the caller must ask again.
+            with contextlib.suppress(PlaneBusy):
+                link.worker.submit(partial(self._ask, link, ticket))
 
     def _ask(self, link: _Link, ticket: Ticket) -> None:
         request = pages_pb2.SettleRequest(credentials=link.credentials, name=self._name(ticket))
