@@ -166,6 +166,18 @@ def test_scattered_pages_give_the_bits_of_contiguous_ones(length: int, dtype: to
         assert torch.equal(torch.stack(one), torch.stack(two))
 
 
+def test_an_overflown_value_spreads_no_further_in_scattered_pages() -> None:
+    """Infinity in a sequence's own first row gives what it gives in contiguous pages, no NaN."""
+    results = []
+    for runs in (CONTIGUOUS, SCATTERED):
+        sequence = Sequence(runs, TAGS[0], seed=7)
+        sequence.values[:, 0, :, 3] = math.inf
+        pool = opened(poisoned_pool(10), sequence)
+        results.append(torch.stack([step(pool, [(sequence, n)])[1][-1] for n in (20, 1)]))
+    assert torch.equal(results[0], results[1])
+    assert results[1][:, :, 3].isinf().all()
+
+
 def test_a_neighbour_changes_no_bit() -> None:
     """A sequence alone, and beside others with other values and NaNs, gives equal bits."""
     results = []
