@@ -68,12 +68,17 @@ class Submission:
 
 @attrs.frozen
 class Fail:
-    """An engine reports that it cannot go on with a request."""
+    """An engine reports that it cannot go on with a request.
+
+    `relayed` counts the tokens that its client has, `others` those of every live request:
+    for want of pages the youngest gives way, which may be another one.
+    """
 
     request: RequestId
     reporter: Party
     failed: Failed
     relayed: int
+    others: tuple[tuple[RequestId, int], ...] = ()
 
 
 @attrs.frozen
@@ -274,6 +279,11 @@ def _leg(history: History, life: Life, wanted: Submission, limits: Limits) -> Le
     else:
         needed = pages_for(wanted.prompt_tokens + wanted.new_tokens_max, size)
         booked = pages_for(wanted.prompt_tokens + growth_booked(wanted, limits), size)
+        # Whoever decodes here may soon grow by a step: a newcomer must not take that room.
+        running = max(len(account.booked) for account in accounts)
+        free_after = free - running * pages_for(limits.growth_tokens, size)
+        if booked > free_after:
+            return None
     if needed > capacity or booked > free:
         return None
     return Leg(
@@ -324,24 +334,52 @@ def _fail(history: History, command: Fail) -> Iterable[Decided]:
                 failed.tag_found,
             )
         yield command.request, event
+        for grant in state.unsettled:
+            if failed.cause is Cause.ISOLATION_VIOLATION and _holds(
+                grant, command.reporter, failed.page
+            ):
+                yield command.request, Quarantined(grant.id, QuarantineCause.ISOLATION)
         return
-    yield command.request, _end(state, Cause.OUT_OF_PAGES, reporter, command.relayed)
+    decode = state.admitted.decode if state.admitted is not None else None
+    if decode is None:
+        return
+    # The oldest keeps its pages, so that somebody always comes to an end.
+    other = victim(history, decode.engine, decode.incarnation)
+    chosen = state if other is None else history.state(other)
+    relayed = dict(command.others).get(chosen.request, command.relayed)
+    yield chosen.request, _end(chosen, Cause.OUT_OF_PAGES, reporter, relayed)
+
+
+def _holds(grant: Grant, owner: Party, page: int | None) -> bool:
+    """Whether this grant of that owner contains the page."""
+    return (
+        page is not None
+        and grant.id.owner == owner
+        and any(r.first <= page < r.stop for r in grant.reserved.pages)
+    )
 
 
 def victim(history: History, engine: EngineId, incarnation: int) -> RequestId | None:
-    """The youngest request on a decode engine, never the oldest; None when there is only one.
+    """The youngest request on a decode engine that has an attempt left; None when there is none.
 
-    Ids grow with age's reverse: the greatest id was minted last.
+    Never the oldest. A request in its last attempt has all its pages booked, so it asks for
+    none and gives none. The greatest id was minted last.
     """
-    names = sorted(
-        state.request
-        for state in history.requests.values()
-        if state.phase in LIVE
-        and state.admitted is not None
-        and (state.admitted.decode.engine, state.admitted.decode.incarnation)
-        == (engine, incarnation)
+    states = sorted(
+        (
+            state
+            for state in history.requests.values()
+            if state.phase in LIVE
+            and state.admitted is not None
+            and (state.admitted.decode.engine, state.admitted.decode.incarnation)
+            == (engine, incarnation)
+        ),
+        key=lambda state: state.request,
     )
-    return names[-1] if len(names) > 1 else None
+    for state in reversed(states[1:]):
+        if state.admitted is not None and state.attempt < state.admitted.attempts_max:
+            return state.request
+    return None
 
 
 def _needs(state: RequestState, engine: EngineId, incarnation: int) -> bool:

@@ -27,6 +27,7 @@ from lifecycle.events import (
     Finished,
     Proof,
     Purpose,
+    QuarantineCause,
     Quarantined,
     Rejected,
     Released,
@@ -449,6 +450,8 @@ def _release_known(state: RequestState, _entry: Entry, event: Released) -> str |
         return f"{event.grant} was never granted to this request"
     if grant.settlement is Settlement.RELEASED:
         return f"{event.grant} is released a second time"
+    if grant.quarantine is QuarantineCause.ISOLATION:
+        return f"{event.grant} stays out of circulation while its owner lives"
     if state.phase is Phase.CLOSED and grant.settlement is not Settlement.QUARANTINED:
         return f"{event.grant} is {grant.settlement.value} in a closed request"
     return None

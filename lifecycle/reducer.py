@@ -119,7 +119,8 @@ def _settle(
     grant = state.grant(event.grant)
     if grant is None:
         return state.grants
-    changed = Grant(grant.reserved, grant.attempt, grant.drained, grant.written, how)
+    cause = event.cause if isinstance(event, Quarantined) else grant.quarantine
+    changed = Grant(grant.reserved, grant.attempt, grant.drained, grant.written, how, cause)
     return _replace(state.grants, changed)
 
 
@@ -128,7 +129,9 @@ def _drain(state: RequestState, event: Drained) -> tuple[Grant, ...]:
     if grant is None:
         return state.grants
     drained = (*grant.drained, event.party)
-    changed = Grant(grant.reserved, grant.attempt, drained, grant.written, grant.settlement)
+    changed = Grant(
+        grant.reserved, grant.attempt, drained, grant.written, grant.settlement, grant.quarantine
+    )
     return _replace(state.grants, changed)
 
 

@@ -15,6 +15,7 @@ from lifecycle.events import (
     Admitted,
     Finished,
     Purpose,
+    QuarantineCause,
     Rejected,
     Reserved,
     Transferred,
@@ -66,6 +67,7 @@ class Grant:
     drained: tuple[Party, ...] = ()
     written: tuple[Written, ...] = ()
     settlement: Settlement = Settlement.HELD
+    quarantine: QuarantineCause | None = None
 
     @property
     def id(self) -> GrantId:

@@ -1,0 +1,363 @@
+"""What prefill and decode share: a copy of the log, a pool's free list, numbered proposals.
+
+Owns: how an engine learns, proposes, repeats, and forgets on a new epoch.
+Must not know: what its shell does; IO, time and torch.
+
+The cores are level-triggered: after whatever was learnt, `_advance` compares a request's state
+with what the engine has done for it and asks for what is missing.
+So nothing depends on the order in which news arrive, and a resync is no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+import attrs
+
+from engine.allocator import PageAllocator
+from engine.effects import EngineEffect, Forget, Payload, Propose
+from lifecycle.events import (
+    ByEngine,
+    Drained,
+    Entry,
+    Failed,
+    Finished,
+    Proof,
+    Proposable,
+    Proposal,
+    Purpose,
+    Released,
+    Reserved,
+    Transferred,
+    Verified,
+)
+from lifecycle.history import History
+from lifecycle.ids import FLEET, GrantId, PageRange, Party, RequestId, TokenRange
+from lifecycle.state import LIVE, Grant, Phase, RequestState, Settlement
+
+PROPOSALS_OUTSTANDING_MAX = 4096
+
+
+class LogDivergedError(RuntimeError):
+    """A published entry is illegal in this engine's copy: the copy or the scheduler is wrong."""
+
+    def __init__(self, *, party: Party, position: int, rule: str, message: str) -> None:
+        super().__init__(f"{party}: entry at position {position} breaks {rule}: {message}")
+        self.party = party
+        self.position = position
+        self.rule = rule
+
+
+@attrs.define
+class Holding:
+    """Pages that this engine took for a grant, logged or not yet.
+
+    `steps` are the passes in flight that touch them; `logged` is read from the copy.
+    """
+
+    request: RequestId
+    attempt: int
+    reserved: Reserved
+
+
+@attrs.define
+class Job:
+    """What an engine has done for one attempt; everything else is in its copy of the log."""
+
+    request: RequestId
+    attempt: int
+    payload: Payload
+    failed: bool = False
+
+
+JobT = TypeVar("JobT", bound=Job)
+Key = tuple[object, ...]
+
+
+def proposal_key(request: RequestId, attempt: int, body: Proposable) -> Key:
+    """What makes two proposals the same one."""
+    match body:
+        case Reserved():
+            return (request, "reserved", body.grant)
+        case Transferred():
+            return (request, "transferred", body.grant, body.tokens)
+        case Drained():
+            return (request, "drained", body.grant, body.party)
+        case Released():
+            return (request, "released", body.grant)
+        case Verified():
+            return (request, "verified", attempt)
+        case Finished():
+            return (request, "finished", attempt)
+        case Failed():
+            return (request, "failed", attempt, body.cause)
+
+
+class EngineCore(Generic[JobT]):
+    """One rank's decisions. Subclasses say what a request needs in `_advance`."""
+
+    purpose: Purpose
+    """What this engine's first grant of an attempt is for."""
+
+    def __init__(
+        self, party: Party, *, pages: int, page_tokens: int, mint: Callable[[], int]
+    ) -> None:
+        """Begin with an empty copy and a whole pool; `mint` draws the grants' random tags."""
+        self.party = party
+        self.page_tokens = page_tokens
+        self.epoch = 0
+        self.position = 0
+        self.log = History(crossguards=False)
+        self.allocator = PageAllocator(pages)
+        self.holdings: dict[GrantId, Holding] = {}
+        self.jobs: dict[RequestId, JobT] = {}
+        self.outstanding: dict[int, Proposal] = {}
+        self.keys: set[Key] = set()
+        self.accepted: dict[Key, int] = {}
+        self.refused: dict[Key, int] = {}
+        self.next_number = 1
+        self.next_serial = 1
+        self.steps_started = 0
+        self.steps_ended = 0
+        self.running: frozenset[RequestId] = frozenset()
+        self.syncing = True
+        self.effects: list[EngineEffect] = []
+        self.waiting: dict[RequestId, None] = {}
+        self._mint = mint
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def begin_sync(self, epoch: int) -> None:
+        """Obey a new epoch: forget the copy of the log and what was proposed, not the pool."""
+        self.epoch = epoch
+        self.position = 0
+        self.log = History(crossguards=False)
+        self.outstanding.clear()
+        self.keys.clear()
+        self.accepted.clear()
+        self.refused.clear()
+        self.syncing = True
+
+    def end_sync(self) -> list[EngineEffect]:
+        """Take back what the log does not know, and go on with everything that it knows."""
+        self.syncing = False
+        for job in tuple(self.jobs.values()):
+            if self.log.state(job.request).phase is Phase.NEW:
+                self._orphaned(job)
+        return self.advance_all()
+
+    def receive(
+        self, position: int, entry: Entry, payload: Payload | None = None
+    ) -> list[EngineEffect]:
+        """Take in a published entry. Raises LogDivergedError when the copy says it is illegal."""
+        if position <= self.position:
+            return []
+        self.position = position
+        self.accepted = {k: p for k, p in self.accepted.items() if p > position}
+        violation = self.log.apply(entry)
+        if violation is not None:
+            raise LogDivergedError(
+                party=self.party,
+                position=position,
+                rule=violation.rule,
+                message=violation.message,
+            )
+        if entry.request == FLEET:
+            return self.advance_all()
+        if payload is not None:
+            self._begin(self.log.state(entry.request), payload)
+        if self.syncing:
+            return []
+        self._learn(entry)
+        return self.advance_all(entry.request)
+
+    def answer(self, number: int, position: int, rule: str = "") -> list[EngineEffect]:
+        """Take in the answer to a proposal; a dropped one means that the world has moved on."""
+        proposal = self.outstanding.pop(number, None)
+        if proposal is None:
+            return []
+        key = proposal_key(proposal.request, proposal.attempt, proposal.body)
+        self.keys.discard(key)
+        if position > self.position:
+            self.accepted[key] = position
+        elif position == 0:
+            self.refused[key] = self.log.state(proposal.request).sequence
+            self._dropped(proposal, rule)
+        return self.advance_all(proposal.request)
+
+    def inventory(self) -> tuple[tuple[GrantId, ...], int]:
+        """Grants held, and the highest proposal number used."""
+        return tuple(self.holdings), self.next_number - 1
+
+    # --- acting -------------------------------------------------------------------------------
+
+    def advance_all(self, request: RequestId | None = None) -> list[EngineEffect]:
+        """Ask for whatever is missing: of that request, then of those that wait for room."""
+        if not self.syncing:
+            names: Iterable[RequestId]
+            if request is None:
+                names = [n for n in {**self.jobs, **self.log.requests} if n != FLEET]
+            else:
+                names = [request, *self.waiting]
+            for name in names:
+                self._take_back(name)
+                self._advance(self.log.state(name))
+                self._close(name)
+        effects, self.effects = self.effects, []
+        return effects
+
+    def retransmit(self) -> tuple[Proposal, ...]:
+        """Everything that was proposed and not yet answered, in order."""
+        return tuple(self.outstanding.values())
+
+    def propose(self, state: RequestState, body: Proposable) -> bool:
+        """Propose what this copy makes legal; False when it is not, or not yet, or not again."""
+        key = proposal_key(state.request, state.attempt, body)
+        if key in self.keys or key in self.accepted:
+            return False
+        if self.refused.get(key) == state.sequence:
+            return False
+        if len(self.outstanding) >= PROPOSALS_OUTSTANDING_MAX:
+            return False
+        if not isinstance(body, Failed):
+            by = ByEngine(self.party, self.next_number)
+            attempt = state.attempt
+            entry = Entry(state.request, state.sequence, attempt, by, state.time_ns, body)
+            if self.log.check(entry) is not None:
+                return False
+        proposal = Proposal(self.party, self.next_number, state.request, state.attempt, body)
+        self.outstanding[self.next_number] = proposal
+        self.keys.add(key)
+        self.next_number += 1
+        self.effects.append(Propose(proposal))
+        return True
+
+    def is_live(self, job: Job) -> bool:
+        """Whether this job's attempt is running in the copy."""
+        state = self.log.state(job.request)
+        return state.phase in LIVE and state.attempt == job.attempt and not job.failed
+
+    def fail(self, job: Job, failed: Failed) -> None:
+        """Stop working for this attempt and say why."""
+        state = self.log.state(job.request)
+        if state.phase in LIVE and state.attempt == job.attempt:
+            job.failed = True
+            self.propose(state, failed)
+
+    # --- pages --------------------------------------------------------------------------------
+
+    def take(self, count: int, after: int | None = None) -> tuple[PageRange, ...] | None:
+        """Take pages from the free list, behind page `after` if that can be."""
+        if after is not None:
+            adjacent = self.allocator.take_adjacent(after, count)
+            if adjacent is not None:
+                return (PageRange(*adjacent),)
+        runs = self.allocator.take(count)
+        return None if runs is None else tuple(PageRange(*run) for run in runs)
+
+    def hold(
+        self,
+        job: Job,
+        purpose: Purpose,
+        pages: tuple[PageRange, ...],
+        tokens: TokenRange,
+        *,
+        kind: str,
+        parties: tuple[Party, ...] = (),
+    ) -> Reserved:
+        """Make a grant of pages that were taken; it owns nothing before it is logged."""
+        grant = GrantId(self.party, self.next_serial)
+        self.next_serial += 1
+        reserved = Reserved(grant, purpose, pages, tokens, kind, self._mint(), parties)
+        self.holdings[grant] = Holding(job.request, job.attempt, reserved)
+        return reserved
+
+    def held_for(self, request: RequestId) -> list[Holding]:
+        """What this engine holds for a request, in the order of granting."""
+        return [h for h in self.holdings.values() if h.request == request]
+
+    def touched(self, request: RequestId) -> bool:
+        """Whether a step or a copy in flight may touch this request's pages."""
+        return request in self.running
+
+    def _take_back(self, request: RequestId) -> None:
+        """Return pages whose grant was never logged once its attempt is over, and released ones."""
+        if self.touched(request):
+            return
+        state = self.log.state(request)
+        for holding in self.held_for(request):
+            grant = state.grant(holding.reserved.grant)
+            over = state.attempt != holding.attempt or state.phase not in LIVE
+            gone = grant is None and over
+            if gone or (grant is not None and grant.settlement is Settlement.RELEASED):
+                self._give_back(holding)
+
+    def _give_back(self, holding: Holding) -> None:
+        del self.holdings[holding.reserved.grant]
+        self.allocator.give_back((r.first, r.count) for r in holding.reserved.pages)
+
+    def _release(self, state: RequestState, grant: Grant) -> None:
+        if grant.settlement is not Settlement.RELEASED and not self.touched(state.request):
+            self.propose(state, Released(grant.id))
+
+    def _settle(self, state: RequestState) -> None:
+        """After the end of an attempt: drain as a writer, release as an owner, never post."""
+        for grant in state.grants:
+            running = grant.attempt == state.attempt and state.phase in LIVE
+            if running or grant.settlement is Settlement.RELEASED:
+                continue
+            if self.party in grant.undrained and not self._writing(grant.id):
+                self.propose(state, Drained(grant.id, self.party, Proof.ACKNOWLEDGED))
+            if grant.id.owner == self.party:
+                self._release(state, grant)
+
+    def _close(self, request: RequestId) -> None:
+        """Forget a request that can no longer concern this engine."""
+        state = self.log.state(request)
+        job = self.jobs.get(request)
+        if job is not None and not self.touched(request):
+            stale = state.attempt > job.attempt or state.phase not in LIVE
+            if stale and not self.held_for(request) and not self._busy(request):
+                del self.jobs[request]
+                self.waiting.pop(request, None)
+                self.effects.append(Forget(request))
+        if request in self.log.requests and request not in self.jobs:
+            settled = not any(
+                g.settlement is Settlement.QUARANTINED and self.party in (g.id.owner, *g.undrained)
+                for g in state.grants
+            )
+            if state.phase is Phase.CLOSED and settled and not self.held_for(request):
+                self._forget_log(request)
+
+    def _forget_log(self, request: RequestId) -> None:
+        del self.log.requests[request]
+        for key in [k for k in self.refused if k[0] == request]:
+            del self.refused[key]
+
+    # --- what subclasses say ------------------------------------------------------------------
+
+    def _begin(self, state: RequestState, payload: Payload) -> None:
+        """An `Admitted` came with its payload."""
+        raise NotImplementedError
+
+    def _advance(self, state: RequestState) -> None:
+        """Ask for whatever this request misses."""
+        raise NotImplementedError
+
+    def _learn(self, entry: Entry) -> None:
+        """Note what an entry means beyond the request's state."""
+
+    def _dropped(self, proposal: Proposal, rule: str) -> None:
+        """Undo what was done in expectation of this proposal."""
+
+    def _orphaned(self, job: JobT) -> None:
+        """The log does not know this job's request."""
+
+    def _writing(self, _grant: GrantId) -> bool:
+        """Whether a write of this engine into the grant may still land."""
+        return False
+
+    def _busy(self, _request: RequestId) -> bool:
+        """Whether something in flight still belongs to the request."""
+        return False
