@@ -1,0 +1,191 @@
+"""What the scheduler asks of the event log's store, and how a store answers.
+
+Owns: the `EventStore` interface, its values and its errors.
+Must not know: files, encodings, or what an event means.
+
+A store is synchronous.  One task appends; another thread may call `flush` meanwhile,
+and any thread may read.  Positions count all entries from 1 without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import attrs
+
+from lifecycle.events import Entry
+from lifecycle.ids import RequestId
+
+
+class StoreError(Exception):
+    """The store did not do what it was asked."""
+
+
+class WrongSequence(StoreError):
+    """Somebody else has extended this request, or the caller's copy of it is old.
+
+    `expected` is what the caller took for the next sequence number, `found` what it is.
+    Nothing was appended.
+    """
+
+    def __init__(self, request: RequestId, *, expected: int, found: int) -> None:
+        super().__init__(f"the next sequence of {request} is {found}, not {expected}")
+        self.request = request
+        self.expected = expected
+        self.found = found
+
+
+class MisfiledEntry(StoreError):
+    """An entry names another request or sequence than the append that carries it: a bug of ours.
+
+    Nothing was appended.
+    """
+
+    def __init__(self, entry: Entry, *, request: RequestId, sequence: int) -> None:
+        super().__init__(
+            f"an entry of {entry.request} with sequence {entry.sequence} "
+            f"cannot stand as {sequence} of {request}"
+        )
+        self.entry = entry
+        self.request = request
+        self.sequence = sequence
+
+
+class UnstorableEntry(StoreError):
+    """A value of an entry does not fit the store's schema or limits: a bug of ours.
+
+    Nothing was appended.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the entries cannot be stored: {reason}")
+        self.reason = reason
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be written now; nothing of this call was appended or made durable."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the log cannot be written: {reason}")
+        self.reason = reason
+
+
+class StoreDamaged(StoreError):
+    """The store holds something that was never written so; nothing was guessed or changed."""
+
+    def __init__(self, segment: str, offset: int, reason: str) -> None:
+        super().__init__(f"{segment}, byte {offset}: {reason}")
+        self.segment = segment
+        self.offset = offset
+        self.reason = reason
+
+
+class StoreTooNew(StoreError):
+    """The store holds events of a later version, which this one must not write behind."""
+
+    def __init__(self, segment: str, offset: int, reason: str) -> None:
+        super().__init__(f"{segment}, byte {offset}: written by a later version: {reason}")
+        self.segment = segment
+        self.offset = offset
+        self.reason = reason
+
+
+class StoreLocked(StoreError):
+    """Another process, or another store of this one, has the log open for writing."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path} is held by another scheduler")
+        self.path = path
+
+
+class PositionOutOfRange(StoreError):
+    """A position before the log's first, or more than one after its last."""
+
+    def __init__(self, position: int, *, first: int, last: int) -> None:
+        super().__init__(f"position {position} is outside {first} to {last + 1}")
+        self.position = position
+        self.first = first
+        self.last = last
+
+
+@attrs.frozen
+class Stored:
+    """An entry and where it stands in the log."""
+
+    position: int
+    entry: Entry
+
+
+@attrs.frozen
+class Append:
+    """Entries for one request, whose first must get the sequence `expected_sequence`."""
+
+    request: RequestId
+    expected_sequence: int
+    entries: tuple[Entry, ...]
+
+
+class EventStore(Protocol):
+    """The log: append, read, tail; nothing is ever changed or removed."""
+
+    @property
+    def first_position(self) -> int:
+        """The position at which the log begins: 1, until a store can drop its beginning."""
+        ...
+
+    @property
+    def last_position(self) -> int:
+        """The position of the last entry appended; 0 when there is none."""
+        ...
+
+    @property
+    def durable_position(self) -> int:
+        """The last position that a crash of process and machine leaves in place."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """The highest epoch ever taken from this store; 0 when none was."""
+        ...
+
+    def take_epoch(self) -> int:
+        """The next epoch, durable before this returns, so that nobody ever gets it again.
+
+        Raises `StoreUnavailable`.
+        """
+        ...
+
+    def append(self, request: RequestId, expected_sequence: int, entries: Sequence[Entry]) -> int:
+        """Append all or nothing, not yet durable; returns the position of the first.
+
+        Without entries it returns the position that the next entry will have.
+        Raises `WrongSequence`, `MisfiledEntry`, `UnstorableEntry`, `StoreUnavailable`.
+        """
+        ...
+
+    def append_batch(self, batch: Sequence[Append]) -> int:
+        """Append for several requests, all or nothing, in this order; as `append` otherwise."""
+        ...
+
+    def read(self, request: RequestId) -> tuple[Stored, ...]:
+        """Every entry of the request in order; empty when the log knows none."""
+        ...
+
+    def tail(self, position: int) -> Iterator[Stored]:
+        """Entries from this position to the last of the moment of the call; it does not wait.
+
+        One after the last is empty.  Raises `PositionOutOfRange`, at the call.
+        """
+        ...
+
+    def flush(self) -> int:
+        """Make everything appended before the call durable; returns the durable position.
+
+        Raises `StoreUnavailable`; then nothing counts as durable that did not before.
+        """
+        ...
+
+    def close(self) -> None:
+        """Flush as far as possible and let go of the store; again is nothing."""
+        ...

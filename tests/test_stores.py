@@ -1,0 +1,429 @@
+"""The contract on each store, and what only segment files can suffer."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.store import (
+    EventStore,
+    StoreDamaged,
+    StoreLocked,
+    StoreTooNew,
+    StoreUnavailable,
+    UnstorableEntry,
+)
+from lifecycle.events import ByScheduler, Entry, Resumed
+from lifecycle.ids import FLEET
+from tests.store_contract import A, B, StoreContract, entries, numbered
+from transport import codec
+from transport.pb import lifecycle_pb2 as pb
+from transport.stores import frames, segment_files
+from transport.stores.memory import MemoryStore
+from transport.stores.segments import SegmentStore
+
+
+class TestMemory(StoreContract):
+    def open(self, folder: Path) -> EventStore:
+        return MemoryStore()
+
+    def after_crash(self, store: EventStore) -> EventStore:
+        assert isinstance(store, MemoryStore)
+        return store.survivor()
+
+    def test_a_crash_leaves_no_more_than_was_durable(self) -> None:
+        """The memory store models the worst crash: everything unflushed is gone."""
+        store = MemoryStore()
+        store.append(A, 0, entries(A, 0, 2))
+        store.flush()
+        store.append(A, 2, entries(A, 2, 2))
+        assert store.survivor().last_position == 2
+
+
+class TestSegments(StoreContract):
+    def open(self, folder: Path) -> EventStore:
+        return SegmentStore(folder)
+
+    def after_crash(self, store: EventStore) -> EventStore:
+        assert isinstance(store, SegmentStore)
+        copy = store.folder.with_name("copy")
+        shutil.copytree(store.folder, copy)
+        return SegmentStore(copy)
+
+
+class TestManySegments(TestSegments):
+    """The same claims with a new segment after nearly every batch."""
+
+    def open(self, folder: Path) -> EventStore:
+        return SegmentStore(folder, segment_bytes=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A log of three batches in one segment, orderly closed."""
+    path = tmp_path / "log"
+    store = SegmentStore(path)
+    store.append(A, 0, entries(A, 0, 2))
+    store.append(B, 0, entries(B, 0, 1))
+    store.append(A, 2, entries(A, 2, 1))
+    store.close()
+    return path
+
+
+def the_segment(folder: Path) -> Path:
+    (path,) = segment_files.segment_paths(folder)
+    return path
+
+
+def frame_offsets(data: bytes) -> list[int]:
+    found = [item.offset for item in frames.walk(data, last=True)]
+    assert len(found) == 3
+    return found
+
+
+def test_a_log_reopens_as_it_was(folder: Path) -> None:
+    """Positions, entries and the next sequence come back from the files alone."""
+    store = SegmentStore(folder)
+    assert store.torn is None
+    assert [s.position for s in store.read(A)] == [1, 2, 4]
+    assert list(store.tail(1)) == (
+        numbered(1, entries(A, 0, 2))
+        + numbered(3, entries(B, 0, 1))
+        + numbered(4, entries(A, 2, 1))
+    )
+    assert store.durable_position == 4
+    assert store.append(A, 3, entries(A, 3, 1)) == 5
+    store.close()
+
+
+def test_a_tail_torn_at_any_byte_is_repaired_and_kept(folder: Path) -> None:
+    """Cut anywhere in the last batch, the log loses that batch only, and keeps the cut piece."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    last = frame_offsets(data)[-1]
+    for size in range(last, len(data)):
+        path.write_bytes(data[:size])
+        store = SegmentStore(folder)
+        assert store.last_position == 3
+        assert store.read(B) == tuple(numbered(3, entries(B, 0, 1)))
+        store.close()
+        assert path.read_bytes() == data[:last]
+        if size == last:
+            assert store.torn is None
+        else:
+            assert store.torn is not None
+            assert store.torn.read_bytes() == data[last:size]
+
+
+def test_a_tail_that_was_lengthened_but_not_written_is_repaired(folder: Path) -> None:
+    """Zeros where the last batch's end should be are a write that never reached the disk."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    last = frame_offsets(data)[-1]
+    for written in (0, 3, frames.FRAME_HEADER_BYTES - 1, frames.FRAME_HEADER_BYTES + 5):
+        path.write_bytes(data[: last + written] + bytes(2 * frames.SECTOR_BYTES))
+        if written > frames.FRAME_HEADER_BYTES:
+            # Here the header is genuine, so it says where the batch would have ended.
+            path.write_bytes(path.read_bytes()[: len(data) - 1])
+        store = SegmentStore(folder)
+        assert (store.last_position, store.torn is not None) == (3, True)
+        store.close()
+
+
+def test_an_unwritten_last_sector_is_torn(tmp_path: Path) -> None:
+    """A batch of full length whose last sectors were never written is a torn one."""
+    path = tmp_path / "log"
+    store = SegmentStore(path)
+    store.append(A, 0, entries(A, 0, 1))
+    store.append(A, 1, entries(A, 1, 100))
+    store.close()
+    segment = the_segment(path)
+    data = segment.read_bytes()
+    cut = (len(data) - 1) // frames.SECTOR_BYTES * frames.SECTOR_BYTES
+    segment.write_bytes(data[:cut] + bytes(len(data) - cut))
+    store = SegmentStore(path)
+    assert (store.last_position, store.torn is not None) == (1, True)
+    store.close()
+
+
+def test_two_torn_ends_are_both_kept(folder: Path) -> None:
+    """A second repair at the same place does not overwrite what the first one kept."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    last = frame_offsets(data)[-1]
+    kept = set()
+    for size in (last + 10, last + 20):
+        path.write_bytes(data[:size])
+        store = SegmentStore(folder)
+        kept.add(store.torn)
+        store.close()
+    assert len(kept) == 2
+
+
+def test_a_flipped_bit_in_an_earlier_batch_is_reported(folder: Path) -> None:
+    """Any changed byte before the last batch is named by segment and batch; nothing changes."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    offsets = frame_offsets(data)
+    for at in range(offsets[-1]):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << (at % 8)
+        path.write_bytes(flipped)
+        with pytest.raises(StoreDamaged) as caught:
+            SegmentStore(folder)
+        assert caught.value.segment == path.name
+        assert caught.value.offset == max(o for o in [0, *offsets] if o <= at)
+        assert path.read_bytes() == flipped
+
+
+def test_a_flipped_bit_in_the_last_batch_is_never_taken_for_history(folder: Path) -> None:
+    """A changed byte in the last batch is reported too: an interrupted write changes no byte."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    last = frame_offsets(data)[-1]
+    for at in range(last, len(data)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(StoreDamaged) as caught:
+            SegmentStore(folder)
+        assert caught.value.offset == last
+
+
+def rebuilt(folder: Path, order: list[int]) -> None:
+    """Put the segment's frames in another order, each untouched."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    stops = [*frame_offsets(data), len(data)]
+    pieces = [data[a:b] for a, b in itertools.pairwise(stops)]
+    path.write_bytes(data[: stops[0]] + b"".join(pieces[i] for i in order))
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2], [0, 2], [0, 0, 1, 2]])
+def test_whole_batches_cannot_move_vanish_or_repeat(folder: Path, order: list[int]) -> None:
+    """A batch that does not follow its predecessor is damage, though its check sums match."""
+    rebuilt(folder, order)
+    with pytest.raises(StoreDamaged):
+        SegmentStore(folder)
+
+
+def test_a_rewritten_batch_breaks_the_chain(folder: Path) -> None:
+    """Another batch of the same place with good check sums is found by its successor's hash."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    first, second, _ = frame_offsets(data)
+    other = [attrs.evolve(entry, time_ns=7) for entry in entries(A, 0, 2)]
+    forged = frames.pack_frame(
+        first_position=1,
+        count=2,
+        previous=frames.CHAIN_START,
+        payload=codec.batch_to_bytes(other),
+    )
+    path.write_bytes(data[:first] + forged + data[second:])
+    with pytest.raises(StoreDamaged, match="predecessor"):
+        SegmentStore(folder)
+
+
+def many_segments(folder: Path) -> list[Path]:
+    store = SegmentStore(folder, segment_bytes=1)
+    for n in range(4):
+        store.append(A, n, entries(A, n, 1))
+    store.close()
+    return segment_files.segment_paths(folder)
+
+
+def test_segments_are_named_after_their_first_positions(tmp_path: Path) -> None:
+    """Each full segment is followed by one that is named after the next position."""
+    paths = many_segments(tmp_path)
+    assert [path.name for path in paths] == [segment_files.segment_name(n) for n in (1, 2, 3, 4)]
+
+
+def test_only_the_last_segment_may_be_torn(tmp_path: Path) -> None:
+    """A cut in an earlier segment is damage, named by segment and offset."""
+    paths = many_segments(tmp_path)
+    data = paths[1].read_bytes()
+    for size in range(len(data)):
+        paths[1].write_bytes(data[:size])
+        with pytest.raises(StoreDamaged) as caught:
+            SegmentStore(tmp_path)
+        # Cut to the bare header, the segment is well formed, and its successor misses it.
+        named = paths[2] if size == frames.FILE_HEADER_BYTES else paths[1]
+        assert caught.value.segment == named.name
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_missing_segment_is_reported(tmp_path: Path, number: int) -> None:
+    """Without one of its earlier segments, the log does not open."""
+    many_segments(tmp_path)[number].unlink()
+    with pytest.raises(StoreDamaged):
+        SegmentStore(tmp_path)
+
+
+def test_a_renamed_segment_is_reported(tmp_path: Path) -> None:
+    """A segment whose name and header differ is damage."""
+    paths = many_segments(tmp_path)
+    paths[3].rename(tmp_path / segment_files.segment_name(9))
+    with pytest.raises(StoreDamaged, match="called"):
+        SegmentStore(tmp_path)
+
+
+def test_a_second_opener_is_locked_out(tmp_path: Path) -> None:
+    """While one store is open, another is refused; afterwards it is let in."""
+    first = SegmentStore(tmp_path)
+    with pytest.raises(StoreLocked) as caught:
+        SegmentStore(tmp_path)
+    assert caught.value.path == str(tmp_path)
+    first.close()
+    SegmentStore(tmp_path).close()
+
+
+def test_a_refused_opener_leaves_the_lock(folder: Path) -> None:
+    """A store that found damage holds nothing, so that it can be opened after the repair."""
+    path = the_segment(folder)
+    good = path.read_bytes()
+    path.write_bytes(b"X" + good[1:])
+    with pytest.raises(StoreDamaged):
+        SegmentStore(folder)
+    path.write_bytes(good)
+    SegmentStore(folder).close()
+
+
+def test_a_lost_epoch_file_gives_no_epoch_twice(tmp_path: Path) -> None:
+    """The log's own entries show which epochs were used, should the file be gone."""
+    store = SegmentStore(tmp_path)
+    epoch = [store.take_epoch() for _ in range(3)][-1]
+    store.append(FLEET, 0, [Entry(FLEET, 0, 0, ByScheduler(epoch), 1, Resumed(epoch, 0))])
+    store.close()
+    (tmp_path / segment_files.EPOCH_FILE).unlink()
+    store = SegmentStore(tmp_path)
+    assert store.take_epoch() == epoch + 1
+    store.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x\n", b"12", b"-1\n"])
+def test_an_unreadable_epoch_is_damage(folder: Path, content: bytes) -> None:
+    """An epoch that cannot be read is not guessed, for ids could be minted twice."""
+    (folder / segment_files.EPOCH_FILE).write_bytes(content)
+    with pytest.raises(StoreDamaged) as caught:
+        SegmentStore(folder)
+    assert caught.value.segment == "epoch"
+
+
+def test_events_of_a_later_version_are_not_written_behind(folder: Path) -> None:
+    """A store with an event that this version does not know is not opened for writing."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    message = codec.encode_entry(entries(A, 3, 1)[0])
+    message.event.Clear()
+    message.event.MergeFromString(b"\x9a\x06\x00")
+    payload = pb.EntryBatch(entries=[message]).SerializeToString()
+    last = frame_offsets(data)[-1]
+    frame = frames.pack_frame(
+        first_position=5, count=1, previous=frames.chain(data[last:]), payload=payload
+    )
+    path.write_bytes(data + frame)
+    with pytest.raises(StoreTooNew):
+        SegmentStore(folder)
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[None]:
+    """No file of this process may grow beyond 4 KiB: a full disk, as far as writes can tell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_failed_write_is_taken_back(tmp_path: Path, file_size_limit: None) -> None:
+    """On a full disk an append is refused whole, and a smaller one may still succeed."""
+    store = SegmentStore(tmp_path)
+    store.append(A, 0, entries(A, 0, 2))
+    with pytest.raises(StoreUnavailable):
+        store.append(A, 2, entries(A, 2, 200))
+    assert store.last_position == 2
+    assert store.append(A, 2, entries(A, 2, 1)) == 3
+    store.close()
+    store = SegmentStore(tmp_path)
+    assert (store.last_position, store.torn) == (3, None)
+    store.close()
+
+
+class FailingSync:
+    """The operating system's promise, broken on demand."""
+
+    broken = False
+
+    def __call__(self, handle: int) -> None:
+        if self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        os.fdatasync(handle)
+
+
+def test_a_failed_flush_ends_all_writing(tmp_path: Path) -> None:
+    """After a failed flush nothing more counts as durable until the store is opened anew."""
+    sync = FailingSync()
+    store = SegmentStore(tmp_path, sync=sync)
+    store.append(A, 0, entries(A, 0, 1))
+    store.flush()
+    store.append(A, 1, entries(A, 1, 1))
+    sync.broken = True
+    with pytest.raises(StoreUnavailable):
+        store.flush()
+    sync.broken = False
+    with pytest.raises(StoreUnavailable):
+        store.flush()
+    with pytest.raises(StoreUnavailable):
+        store.append(A, 2, entries(A, 2, 1))
+    assert store.durable_position == 1
+    assert len(store.read(A)) == 2
+    store.close()
+    assert store.durable_position == 1
+
+
+def test_a_rotation_is_durable_before_the_next_segment_exists(tmp_path: Path) -> None:
+    """If the old segment cannot be made durable, no new one begins."""
+    sync = FailingSync()
+    store = SegmentStore(tmp_path, segment_bytes=1, sync=sync)
+    store.append(A, 0, entries(A, 0, 1))
+    sync.broken = True
+    with pytest.raises(StoreUnavailable):
+        store.append(A, 1, entries(A, 1, 1))
+    store.close()
+    assert len(segment_files.segment_paths(tmp_path)) == 1
+
+
+def test_a_value_that_does_not_fit_is_refused_before_writing(tmp_path: Path) -> None:
+    """An entry of more than 64 bits is a typed error and leaves the log as it was."""
+    store = SegmentStore(tmp_path)
+    with pytest.raises(UnstorableEntry):
+        store.append(FLEET, 0, [Entry(FLEET, 0, 0, ByScheduler(1), 1, Resumed(1 << 64, 0))])
+    assert store.last_position == 0
+    store.close()
+
+
+def test_a_folder_that_cannot_be_made_is_unavailable(tmp_path: Path) -> None:
+    """Opening below a file is refused by a typed error."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreUnavailable):
+        SegmentStore(tmp_path / "file" / "log")
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_any_bytes_are_frames_torn_or_damaged(data: bytes, last: bool) -> None:
+    """Whatever stands behind a file header, walking it ends with a value or one typed error."""
+    header = frames.pack_file_header(first_position=1, previous=frames.CHAIN_START)
+    try:
+        list(frames.walk(header + data, last=last))
+    except frames.Damage:
+        return
