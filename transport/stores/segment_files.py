@@ -17,6 +17,7 @@ from transport import codec
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores.frames import (
     CHAIN_START,
+    FILE_HEADER_BYTES,
     FRAME_HEADER_BYTES,
     Damage,
     FileHeader,
@@ -155,3 +156,13 @@ def read_epoch(folder: Path) -> int:
 
 def write_epoch(folder: Path, epoch: int) -> None:
     write_atomically(folder / EPOCH_FILE, f"{epoch}\n".encode())
+
+
+def begins_the_log(segment: Path) -> bool:
+    """Whether the segment's header says that it is a log's first.  Raises `StoreDamaged`."""
+    try:
+        with segment.open("rb") as file:
+            header = unpack_file_header(file.read(FILE_HEADER_BYTES))
+    except Damage as damage:
+        raise StoreDamaged(segment.name, damage.offset, damage.reason) from damage
+    return header.first_position == 1
