@@ -1,4 +1,4 @@
-"""What the scheduler decides: admission, placement, victims, ends, quarantine.
+"""What the scheduler decides: victims, ends, quarantine; `admission` is decided beside it.
 
 Owns: pure functions from a reduced log and a command to the events that follow.
 Must not know: queues, streams, stores; nothing here remembers anything.
@@ -14,6 +14,7 @@ from typing import assert_never
 
 import attrs
 
+from lifecycle.admission import Limits, Submission, admit, growth_booked, refuse, rejected
 from lifecycle.events import (
     Aborted,
     Admitted,
@@ -22,48 +23,40 @@ from lifecycle.events import (
     Entry,
     Event,
     Failed,
-    Leg,
     Lost,
     LostCause,
     Purpose,
     QuarantineCause,
     Quarantined,
-    RejectCode,
-    Rejected,
     Released,
     Requeued,
     Reserved,
-    Role,
 )
-from lifecycle.fleet import Life
 from lifecycle.history import History
-from lifecycle.ids import FLEET, EngineId, Party, RequestId, pages_for, prefill_pages
+from lifecycle.ids import FLEET, EngineId, Party, RequestId
 from lifecycle.state import LIVE, OPEN, Grant, Phase, RequestState
 
+__all__ = [
+    "Command",
+    "Decided",
+    "End",
+    "Fail",
+    "Limits",
+    "Look",
+    "Lose",
+    "Restart",
+    "Submission",
+    "admit",
+    "audience",
+    "decide",
+    "growth_booked",
+    "refuse",
+    "rejected",
+    "victim",
+    "waits_for_durability",
+]
+
 Decided = tuple[RequestId, Event]
-
-
-@attrs.frozen
-class Limits:
-    """What a deployment allows, in tokens, attempts and nanoseconds."""
-
-    context_tokens: int
-    growth_tokens: int = 32
-    attempts_max: int = 4
-    settle_ns: int = 30_000_000_000
-
-
-@attrs.frozen
-class Submission:
-    """A request that waits for its decision (again, when `relayed` tokens went out before)."""
-
-    request: RequestId
-    tenant: str
-    prompt_tokens: int
-    prompt_digest: bytes
-    new_tokens_max: int
-    deadline_ns: int
-    attempt: int = 1
 
 
 @attrs.frozen
@@ -134,169 +127,6 @@ def decide(history: History, command: Command) -> tuple[Decided, ...]:
             return tuple((s.request, ended) for s in history.requests.values() if s.phase in OPEN)
         case _:
             assert_never(command)
-
-
-# --- admission --------------------------------------------------------------------------------
-
-
-def refuse(history: History, wanted: Submission, limits: Limits) -> Rejected | None:
-    """Say why this request can never be served here, or None. No engine is asked."""
-    total = wanted.prompt_tokens + wanted.new_tokens_max
-    if wanted.prompt_tokens < 1 or wanted.new_tokens_max < 1:
-        return rejected(
-            history,
-            wanted,
-            limits,
-            RejectCode.INVALID_REQUEST,
-            f"{wanted.prompt_tokens} prompt tokens and {wanted.new_tokens_max} new tokens: "
-            "each must be at least 1",
-        )
-    if total > limits.context_tokens:
-        return rejected(
-            history,
-            wanted,
-            limits,
-            RejectCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{wanted.prompt_tokens} prompt tokens and {wanted.new_tokens_max} new tokens "
-            f"exceed the context of {limits.context_tokens} tokens",
-            limits.context_tokens,
-        )
-    prefills, decodes = _lives(history, Role.PREFILL), _lives(history, Role.DECODE)
-    if not prefills or not decodes:
-        return rejected(
-            history,
-            wanted,
-            limits,
-            RejectCode.NO_ENGINE,
-            f"{len(prefills)} prefill and {len(decodes)} decode engines are attached: "
-            "one of each is needed",
-        )
-    for lives, tokens, leg in (
-        (prefills, max(1, wanted.prompt_tokens - 1), "prefill"),
-        (decodes, total, "decode"),
-    ):
-        pool = max(life.attached.pages * life.attached.page_tokens for life in lives)
-        if all(
-            pages_for(tokens, life.attached.page_tokens) > life.attached.pages for life in lives
-        ):
-            return rejected(
-                history,
-                wanted,
-                limits,
-                RejectCode.KV_POOL_CAPACITY_EXCEEDED,
-                f"{tokens} tokens of KV are needed on a {leg} engine whose pool holds "
-                f"{pool} tokens",
-                pool,
-            )
-    return None
-
-
-def rejected(
-    history: History,
-    wanted: Submission,
-    limits: Limits,
-    code: RejectCode,
-    reason: str,
-    capacity_tokens: int = 0,
-) -> Rejected:
-    """A rejection with the numbers of this submission."""
-    return Rejected(
-        code=code,
-        reason=reason,
-        prompt_tokens=max(0, wanted.prompt_tokens),
-        new_tokens_max=max(0, wanted.new_tokens_max),
-        context_tokens=limits.context_tokens,
-        capacity_tokens=capacity_tokens,
-        tenant=wanted.tenant,
-        fleet_position=history.fleet.sequence,
-    )
-
-
-def admit(history: History, wanted: Submission, limits: Limits) -> Admitted | None:
-    """Place a request on two legs with both legs' pages booked in one step, or None for now."""
-    pairs = [
-        (p, d)
-        for p in _placeable(history, Role.PREFILL)
-        for d in _placeable(history, Role.DECODE)
-        if p.attached.layout == d.attached.layout
-    ]
-    best: tuple[int, Leg, Leg] | None = None
-    for p, d in pairs:
-        prefill = _leg(history, p, wanted, limits)
-        decode = _leg(history, d, wanted, limits)
-        if prefill is None or decode is None:
-            continue
-        room = prefill.pages_free - prefill.pages_booked + decode.pages_free - decode.pages_booked
-        if best is None or room > best[0]:
-            best = (room, prefill, decode)
-    if best is None:
-        return None
-    return Admitted(
-        prompt_tokens=wanted.prompt_tokens,
-        prompt_digest=wanted.prompt_digest,
-        new_tokens_max=wanted.new_tokens_max,
-        context_tokens=limits.context_tokens,
-        prefill=best[1],
-        decode=best[2],
-        tenant=wanted.tenant,
-        deadline_ns=wanted.deadline_ns,
-        settle_ns=limits.settle_ns,
-        attempts_max=limits.attempts_max,
-        fleet_position=history.fleet.sequence,
-    )
-
-
-def _lives(history: History, role: Role) -> list[Life]:
-    return [life for life in history.fleet.alive() if life.attached.role is role]
-
-
-def _placeable(history: History, role: Role) -> list[Life]:
-    return [life for life in _lives(history, role) if life.usable]
-
-
-def growth_booked(wanted: Submission, limits: Limits) -> int:
-    """How many tokens beyond the prompt are booked: a small step, four times more each attempt.
-
-    The last attempt books all that the request may ever need, so it cannot run out of pages.
-    """
-    if wanted.attempt >= limits.attempts_max:
-        return wanted.new_tokens_max
-    step: int = limits.growth_tokens * 4 ** (wanted.attempt - 1)
-    return min(wanted.new_tokens_max, step)
-
-
-def _leg(history: History, life: Life, wanted: Submission, limits: Limits) -> Leg | None:
-    attached = life.attached
-    size = attached.page_tokens
-    parties = [Party(attached.engine, attached.incarnation, rank) for rank in range(attached.ranks)]
-    accounts = [history.ledger[party] for party in parties]
-    if any(len(account.booked) >= account.slots for account in accounts):
-        return None
-    capacity = min(account.usable_pages for account in accounts)
-    free = min(account.free_pages for account in accounts)
-    if attached.role is Role.PREFILL:
-        needed = booked = prefill_pages(wanted.prompt_tokens, size)
-    else:
-        needed = pages_for(wanted.prompt_tokens + wanted.new_tokens_max, size)
-        booked = pages_for(wanted.prompt_tokens + growth_booked(wanted, limits), size)
-        # Whoever decodes here may soon grow by a step: a newcomer must not take that room.
-        running = max(len(account.booked) for account in accounts)
-        free_after = free - running * pages_for(limits.growth_tokens, size)
-        if booked > free_after:
-            return None
-    if needed > capacity or booked > free:
-        return None
-    return Leg(
-        engine=attached.engine,
-        incarnation=attached.incarnation,
-        ranks=attached.ranks,
-        page_tokens=size,
-        pages_needed=needed,
-        pages_booked=booked,
-        pages_capacity=capacity,
-        pages_free=free,
-        layout=attached.layout,
-    )
 
 
 # --- ends -------------------------------------------------------------------------------------
