@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -365,3 +367,15 @@ def test_nothing_there_is_unreadable(tmp_path: Path, name: str) -> None:
         read_log(tmp_path / name)
     with pytest.raises(UnreadableLog):
         read_jsonlines(tmp_path / name)
+
+
+# --- The description --------------------------------------------------------------------------
+
+
+def test_the_description_names_every_event_and_field() -> None:
+    """`docs/log-format.md` has a table for each event, with exactly the event's fields."""
+    text = (Path(__file__).parent.parent / "docs" / "log-format.md").read_text()
+    for name, event_type in EVENTS_BY_NAME.items():
+        (section,) = re.findall(rf"^### {name}\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+        described = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+        assert described == [field.name for field in attrs.fields(event_type)]
