@@ -151,9 +151,9 @@ class EngineCore(Generic[JobT]):
         self, position: int, entry: Entry, payload: Payload | None = None
     ) -> list[EngineEffect]:
         """Take in a published entry. Raises LogDivergedError when the copy says it is illegal."""
-        if position <= self.position:
+        if self._known(position, entry):
             return []
-        self.position = position
+        self.position = max(self.position, position)
         self.accepted = {k: p for k, p in self.accepted.items() if p > position}
         violation = self.log.apply(entry)
         if violation is not None:
@@ -171,6 +171,14 @@ class EngineCore(Generic[JobT]):
             return []
         self._learn(entry)
         return self.advance_all(entry.request)
+
+    def _known(self, position: int, entry: Entry) -> bool:
+        """Whether the entry was taken in before; an engine that joins late gets old positions."""
+        if entry.request == FLEET:
+            return entry.sequence < self.log.fleet.sequence
+        sequence = self.log.state(entry.request).sequence
+        forgotten = sequence == 0 and entry.sequence > 0 and position <= self.position
+        return entry.sequence < sequence or forgotten
 
     def answer(self, number: int, position: int, rule: str = "") -> list[EngineEffect]:
         """Take in the answer to a proposal; a dropped one means that the world has moved on."""

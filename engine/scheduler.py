@@ -1,6 +1,6 @@
-"""The sequencer of every request's log: it decides, checks proposals, appends, publishes.
+"""What the outside asks of the sequencer: requests, proposals, engines, time.
 
-Owns: the reduced log, the queue, tokens of open requests, the answers to proposals.
+Owns: when something is decided, and the answers to proposals.
 Must not know: streams, stores, clocks, tokenizers; every call is given the time.
 
 Each method returns effects in the order in which a shell performs them: append, publish, answer.
@@ -11,74 +11,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import attrs
-
-from engine.digests import Keyed
 from engine.effects import (
-    Answer,
-    Append,
     Payload,
-    Publish,
     SchedulerEffect,
     Synced,
-    TellAdmitted,
-    TellClosed,
-    TellOutcome,
     TellTokens,
 )
-from engine.queue import FairQueue, Pending
+from engine.judge import Judge
+from engine.queue import Pending
+from engine.sequencer import Line, Relay, SequencerError
 from lifecycle.decide import (
-    Command,
     End,
-    Fail,
-    Limits,
     Look,
-    Lose,
     Restart,
     Submission,
     admit,
-    audience,
-    decide,
     refuse,
     rejected,
-    waits_for_durability,
 )
 from lifecycle.events import (
-    Aborted,
     Admitted,
     Attached,
-    ByEngine,
-    ByScheduler,
     Cause,
-    Drained,
     Draining,
-    Dropped,
     Entry,
-    Event,
-    Failed,
-    Finished,
-    Leg,
     LostCause,
     Proposal,
-    Proposer,
     RejectCode,
     Rejected,
     Resumed,
 )
-from lifecycle.history import History
 from lifecycle.ids import FLEET, EngineId, Party, RequestId, request_id
-from lifecycle.state import OPEN, Phase, RequestState, Settlement, Violation
+from lifecycle.state import Phase
 
 ANSWERS_KEPT = 8192
 """How many answers per rank are kept for repeats; an engine has fewer proposals outstanding."""
-
-
-class SequencerError(RuntimeError):
-    """The scheduler decided something that its own rules refuse: a bug, never input."""
-
-    def __init__(self, violation: Violation) -> None:
-        super().__init__(f"{violation.guard}: {violation.message}")
-        self.violation = violation
 
 
 class RefusedEngineError(Exception):
@@ -90,55 +57,8 @@ class RefusedEngineError(Exception):
         self.reason = reason
 
 
-@attrs.define
-class Relay:
-    """An open request's tokens: the payload of its attempt, and what its client has."""
-
-    payload: Payload
-    submission: Submission
-    attempt: int = 0
-    held: int = 0
-    tokens: list[int] = attrs.Factory(list)
-
-
-@attrs.define
-class Line:
-    """What the scheduler knows of a rank's proposals: the next number, and its answers."""
-
-    expected: int = 1
-    answers: dict[int, Answer] = attrs.Factory(dict)
-    acknowledged: int = 0
-
-
-class Scheduler:
+class Scheduler(Judge):
     """One scheduler life. Its state is the reduced log and what a crash may forget."""
-
-    def __init__(
-        self,
-        *,
-        limits: Limits,
-        epoch: int,
-        digest: Keyed,
-        queue_limit: int = 256,
-        queue_ns: int = 60_000_000_000,
-        without: Iterable[str] = (),
-    ) -> None:
-        """Begin with an empty log; `resume` takes in what a store holds."""
-        self.limits = limits
-        self.epoch = epoch
-        self.log = History(without=without)
-        self.position = 0
-        self.now_ns = 0
-        self.queue = FairQueue(queue_limit)
-        self.queue_ns = queue_ns
-        self.relays: dict[RequestId, Relay] = {}
-        self.entries: dict[RequestId, list[tuple[int, Entry]]] = {FLEET: []}
-        self.lines: dict[Party, Line] = {}
-        self.drops: dict[tuple[Party, RequestId, str], int] = {}
-        self.accepting = True
-        self.effects: list[SchedulerEffect] = []
-        self._digest = digest
-        self._serial = 0
 
     # --- lives --------------------------------------------------------------------------------
 
@@ -149,6 +69,8 @@ class Scheduler:
             if violation is not None:
                 raise SequencerError(violation)
             self.entries.setdefault(entry.request, []).append((position, entry))
+            if isinstance(entry.event, Admitted):
+                self._concern(entry.request, entry.event)
             self.position = position
         self._at(max(now_ns, self.log.time_ns))
         self._append(FLEET, 0, Resumed(self.epoch, self.position))
@@ -359,193 +281,6 @@ class Scheduler:
         self._pump()
         return self._done()
 
-    def _take(self, proposal: Proposal) -> Answer | None:
-        """Answer a proposal whose turn it is; None when it cannot be taken yet."""
-        body, party, number = proposal.body, proposal.party, proposal.number
-        state = self.log.state(proposal.request)
-        if isinstance(body, Failed):
-            return self._take_failure(proposal, body, state)
-        first = self._repeat(proposal)
-        if first is not None:
-            return Answer(party, number, first)
-        if isinstance(body, Finished) and state.phase is Phase.DECODING:
-            relay = self.relays.get(proposal.request)
-            if relay is not None and relay.held < body.tokens:
-                # The tokens that it counts are still on their way; the engine repeats both.
-                return None
-        by = ByEngine(party, number)
-        entry = Entry(proposal.request, state.sequence, proposal.attempt, by, self.now_ns, body)
-        violation = self.log.check(entry)
-        if violation is not None:
-            return self._drop(proposal, violation)
-        position = self._append(proposal.request, proposal.attempt, body, by)
-        return Answer(party, number, position)
-
-    def _take_failure(self, proposal: Proposal, failed: Failed, state: RequestState) -> Answer:
-        party, number = proposal.party, proposal.number
-        concerned = (party.engine, party.incarnation) in self._concerned(proposal.request)
-        life = self.log.fleet.life(party.engine, party.incarnation)
-        alive = life is not None and life.lost is None
-        before = self.position
-        if concerned and alive and state.attempt == proposal.attempt and state.phase in OPEN:
-            relays = tuple((name, len(r.tokens)) for name, r in self.relays.items())
-            relayed = dict(relays).get(proposal.request, state.relayed)
-            self._carry_out(Fail(proposal.request, party, failed, relayed, relays))
-        if self.position > before:
-            return Answer(party, number, before + 1)
-        rule = "quiet-after-end" if alive else "incarnation-fences"
-        violation = Violation(
-            rule, rule, "the failure concerns nothing that runs", proposal.request, 0
-        )
-        return self._drop(proposal, violation)
-
-    def _repeat(self, proposal: Proposal) -> int | None:
-        """The position at which this proposal's effect already stands in the log."""
-        body, party = proposal.body, proposal.party
-        for position, entry in self.entries.get(proposal.request, ()):
-            known = entry.event
-            same = known == body and entry.attempt == proposal.attempt
-            if isinstance(known, Drained) and isinstance(body, Drained):
-                same = (known.grant, known.party) == (body.grant, body.party)
-            if (
-                same
-                and isinstance(entry.proposer, ByEngine)
-                and (entry.proposer.party == party or isinstance(body, Drained))
-            ):
-                return position
-        return None
-
-    def _drop(self, proposal: Proposal, violation: Violation) -> Answer:
-        """Record that a proposal changed nothing: the first of its kind, then each doubling."""
-        party, number, request = proposal.party, proposal.number, proposal.request
-        answer = Answer(party, number, 0, violation.rule)
-        if violation.rule == "drained-is-final":
-            self._lose(party.engine, party.incarnation, LostCause.RULE_BROKEN)
-        if self.log.state(request).phase is Phase.NEW:
-            return answer
-        key = (party, request, violation.rule)
-        count = self.drops.get(key, 0) + 1
-        self.drops[key] = count
-        if count & (count - 1) == 0:
-            grant = getattr(proposal.body, "grant", None)
-            kind = type(proposal.body).__name__
-            fell = max(1, count // 2)
-            dropped = Dropped(party, number, kind, violation.rule, grant, fell)
-            self._append(request, self.log.state(request).attempt, dropped)
-        return answer
-
-    # --- the one way into the log -------------------------------------------------------------
-
-    def _append(
-        self, request: RequestId, attempt: int, event: Event, by: Proposer | None = None
-    ) -> int:
-        """Append, publish to whom it concerns, tell the client; return the position."""
-        if request == FLEET:
-            sequence = self.log.fleet.sequence
-        else:
-            sequence = self.log.state(request).sequence
-        proposer = ByScheduler(self.epoch) if by is None else by
-        entry = Entry(request, sequence, attempt, proposer, self.now_ns, event)
-        before = self.log.state(request)
-        violation = self.log.apply(entry)
-        if violation is not None:
-            raise SequencerError(violation)
-        self.position += 1
-        self.effects.append(Append(self.position, entry))
-        self.entries.setdefault(request, []).append((self.position, entry))
-        if isinstance(event, Admitted):
-            self._backfill(request, before)
-        for party in self._parties(request):
-            self._publish(party, self.position, entry)
-        self._react(request, event)
-        return self.position
-
-    def _concerned(self, request: RequestId) -> tuple[tuple[EngineId, int], ...]:
-        seen: dict[tuple[EngineId, int], None] = {}
-        for _, entry in self.entries.get(request, ()):
-            if isinstance(entry.event, Admitted):
-                for named in audience(self.log.state(request), entry):
-                    seen[named] = None
-        return tuple(seen)
-
-    def _parties(self, request: RequestId) -> list[Party]:
-        if request == FLEET:
-            return list(self.lines)
-        named = self._concerned(request)
-        return [p for p in self.lines if (p.engine, p.incarnation) in named]
-
-    def _backfill(self, request: RequestId, before: RequestState) -> None:
-        """Show an engine that joins a request at a later attempt what came before."""
-        earlier = self.entries[request][:-1]
-        if before.admitted is None:
-            return
-        known: set[tuple[EngineId, int]] = set()
-        for _, entry in earlier:
-            if isinstance(entry.event, Admitted):
-                known.update((leg.engine, leg.incarnation) for leg in _legs(entry.event))
-        for party in self._parties(request):
-            if (party.engine, party.incarnation) not in known:
-                for position, entry in earlier:
-                    self._publish(party, position, entry)
-
-    def _publish(self, party: Party, position: int, entry: Entry) -> None:
-        durable = position if waits_for_durability(entry.event) else 0
-        payload = None
-        relay = self.relays.get(entry.request)
-        if isinstance(entry.event, Admitted) and relay and relay.attempt == entry.attempt:
-            payload = relay.payload
-        self.effects.append(Publish(party, position, entry, payload, durable))
-
-    def _react(self, request: RequestId, event: Event) -> None:
-        if isinstance(event, Rejected | Finished | Aborted):
-            self.effects.append(TellOutcome(request, event, self.position))
-            pending = self.queue.find(request)
-            if pending is not None:
-                self.queue.pop(pending)
-        elif isinstance(event, Admitted):
-            self.effects.append(TellAdmitted(request, self.log.state(request).attempt, event))
-        state = self.log.state(request)
-        if state.phase is Phase.REQUEUED and not state.unsettled:
-            self._requeue(state)
-        if state.phase in {Phase.CLOSED, Phase.REJECTED}:
-            self.relays.pop(request, None)
-            self._evict(request)
-
-    def _requeue(self, state: RequestState) -> None:
-        """Everything of the last attempt is settled: wait for the next one."""
-        relay = self.relays.get(state.request)
-        if relay is None or state.first is None or self.queue.find(state.request) is not None:
-            return
-        tokens = relay.payload.tokens[: state.first.prompt_tokens] + tuple(relay.tokens)
-        payload = Payload(tokens, len(relay.tokens), relay.payload.sampling)
-        wanted = attrs.evolve(
-            relay.submission,
-            prompt_tokens=len(tokens),
-            prompt_digest=self._digest(state.request, tokens),
-            new_tokens_max=state.first.new_tokens_max - len(relay.tokens),
-            attempt=state.attempt + 1,
-        )
-        self.queue.push_again(Pending(wanted, payload, relay.submission.deadline_ns))
-
-    def _evict(self, request: RequestId) -> None:
-        """Forget a closed request once every engine has heard of its end."""
-        state = self.log.requests.get(request)
-        if state is None or state.phase not in {Phase.CLOSED, Phase.REJECTED}:
-            return
-        if any(g.settlement is Settlement.QUARANTINED for g in state.grants):
-            return
-        last = self.entries[request][-1][0]
-        for party in self._parties(request):
-            life = self.log.fleet.life(party.engine, party.incarnation)
-            alive = life is not None and life.lost is None
-            if alive and self.lines[party].acknowledged < last:
-                return
-        del self.log.requests[request]
-        del self.entries[request]
-        for key in [k for k in self.drops if k[1] == request]:
-            del self.drops[key]
-        self.effects.append(TellClosed(request))
-
     # --- decisions ----------------------------------------------------------------------------
 
     def _refuse(self, wanted: Submission) -> Rejected | None:
@@ -583,28 +318,3 @@ class Scheduler:
                 relay = self.relays[wanted.request] = Relay(pending.payload, wanted)
             relay.payload, relay.attempt, relay.held = pending.payload, wanted.attempt, 0
             self._append(wanted.request, wanted.attempt, admitted)
-
-    def _carry_out(self, command: Command) -> None:
-        for request, event in decide(self.log, command):
-            attempt = 0 if request == FLEET else self.log.state(request).attempt
-            self._append(request, attempt, event)
-
-    def _lose(self, engine: EngineId, incarnation: int, cause: LostCause) -> None:
-        relayed = tuple((name, len(relay.tokens)) for name, relay in self.relays.items())
-        self._carry_out(Lose(engine, incarnation, cause, relayed))
-        for party in [p for p in self.lines if (p.engine, p.incarnation) == (engine, incarnation)]:
-            line = self.lines[party]
-            line.acknowledged = self.position
-        for request in tuple(self.log.requests):
-            self._evict(request)
-
-    def _at(self, now_ns: int) -> None:
-        self.now_ns = max(self.now_ns, now_ns, self.log.time_ns)
-
-    def _done(self) -> list[SchedulerEffect]:
-        effects, self.effects = self.effects, []
-        return effects
-
-
-def _legs(admitted: Admitted) -> tuple[Leg, Leg]:
-    return admitted.prefill, admitted.decode

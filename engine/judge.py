@@ -1,0 +1,111 @@
+"""What becomes of a proposal: it takes effect, repeats one that did, waits, or is dropped.
+
+Owns: the check of a single proposal whose turn it is, and the record of those that changed nothing.
+Must not know: whose turn it is; that is the `scheduler`'s.
+"""
+
+from __future__ import annotations
+
+from engine.effects import Answer
+from engine.sequencer import Sequencer
+from lifecycle.decide import Fail, Lose
+from lifecycle.events import (
+    ByEngine,
+    Drained,
+    Dropped,
+    Entry,
+    Failed,
+    Finished,
+    LostCause,
+    Proposal,
+)
+from lifecycle.ids import EngineId
+from lifecycle.state import OPEN, Phase, RequestState, Violation
+
+
+class Judge(Sequencer):
+    """A sequencer that hears engines."""
+
+    def _take(self, proposal: Proposal) -> Answer | None:
+        """Answer a proposal whose turn it is; None when it cannot be taken yet."""
+        body, party, number = proposal.body, proposal.party, proposal.number
+        state = self.log.state(proposal.request)
+        if isinstance(body, Failed):
+            return self._take_failure(proposal, body, state)
+        first = self._repeat(proposal)
+        if first is not None:
+            return Answer(party, number, first)
+        if isinstance(body, Finished) and state.phase is Phase.DECODING:
+            relay = self.relays.get(proposal.request)
+            if relay is not None and relay.held < body.tokens:
+                # The tokens that it counts are still on their way; the engine repeats both.
+                return None
+        by = ByEngine(party, number)
+        entry = Entry(proposal.request, state.sequence, proposal.attempt, by, self.now_ns, body)
+        violation = self.log.check(entry)
+        if violation is not None:
+            return self._drop(proposal, violation)
+        position = self._append(proposal.request, proposal.attempt, body, by)
+        return Answer(party, number, position)
+
+    def _take_failure(self, proposal: Proposal, failed: Failed, state: RequestState) -> Answer:
+        party, number = proposal.party, proposal.number
+        concerned = (party.engine, party.incarnation) in self._concerned(proposal.request)
+        life = self.log.fleet.life(party.engine, party.incarnation)
+        alive = life is not None and life.lost is None
+        before = self.position
+        if concerned and alive and state.attempt == proposal.attempt and state.phase in OPEN:
+            relays = tuple((name, len(r.tokens)) for name, r in self.relays.items())
+            relayed = dict(relays).get(proposal.request, state.relayed)
+            self._carry_out(Fail(proposal.request, party, failed, relayed, relays))
+        if self.position > before:
+            return Answer(party, number, before + 1)
+        rule = "quiet-after-end" if alive else "incarnation-fences"
+        violation = Violation(
+            rule, rule, "the failure concerns nothing that runs", proposal.request, 0
+        )
+        return self._drop(proposal, violation)
+
+    def _repeat(self, proposal: Proposal) -> int | None:
+        """The position at which this proposal's effect already stands in the log."""
+        body, party = proposal.body, proposal.party
+        for position, entry in self.entries.get(proposal.request, ()):
+            known = entry.event
+            same = known == body and entry.attempt == proposal.attempt
+            if isinstance(known, Drained) and isinstance(body, Drained):
+                same = (known.grant, known.party) == (body.grant, body.party)
+            if (
+                same
+                and isinstance(entry.proposer, ByEngine)
+                and (entry.proposer.party == party or isinstance(body, Drained))
+            ):
+                return position
+        return None
+
+    def _drop(self, proposal: Proposal, violation: Violation) -> Answer:
+        """Record that a proposal changed nothing: the first of its kind, then each doubling."""
+        party, number, request = proposal.party, proposal.number, proposal.request
+        answer = Answer(party, number, 0, violation.rule)
+        if violation.rule == "drained-is-final":
+            self._lose(party.engine, party.incarnation, LostCause.RULE_BROKEN)
+        if self.log.state(request).phase is Phase.NEW:
+            return answer
+        key = (party, request, violation.rule)
+        count = self.drops.get(key, 0) + 1
+        self.drops[key] = count
+        if count & (count - 1) == 0:
+            grant = getattr(proposal.body, "grant", None)
+            kind = type(proposal.body).__name__
+            fell = max(1, count // 2)
+            dropped = Dropped(party, number, kind, violation.rule, grant, fell)
+            self._append(request, self.log.state(request).attempt, dropped)
+        return answer
+
+    def _lose(self, engine: EngineId, incarnation: int, cause: LostCause) -> None:
+        relayed = tuple((name, len(relay.tokens)) for name, relay in self.relays.items())
+        self._carry_out(Lose(engine, incarnation, cause, relayed))
+        for party in [p for p in self.lines if (p.engine, p.incarnation) == (engine, incarnation)]:
+            line = self.lines[party]
+            line.acknowledged = self.position
+        for request in tuple(self.log.requests):
+            self._evict(request)
