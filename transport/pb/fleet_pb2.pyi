@@ -43,6 +43,8 @@ class _AttachRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AttachR
     """The engine broke the order of the stream."""
     ATTACH_REFUSAL_SHUTDOWN: _AttachRefusal.ValueType  # 5
     """The scheduler is shutting down."""
+    ATTACH_REFUSAL_LEFT: _AttachRefusal.ValueType  # 6
+    """The engine wanted to leave, and nothing of it is unsettled any more."""
 
 class AttachRefusal(_AttachRefusal, metaclass=_AttachRefusalEnumTypeWrapper):
     """Why an engine may not join or go on."""
@@ -59,6 +61,8 @@ ATTACH_REFUSAL_PROTOCOL: AttachRefusal.ValueType  # 4
 """The engine broke the order of the stream."""
 ATTACH_REFUSAL_SHUTDOWN: AttachRefusal.ValueType  # 5
 """The scheduler is shutting down."""
+ATTACH_REFUSAL_LEFT: AttachRefusal.ValueType  # 6
+"""The engine wanted to leave, and nothing of it is unsettled any more."""
 Global___AttachRefusal: _TypeAlias = AttachRefusal  # noqa: Y015
 
 @_typing.final
@@ -109,6 +113,7 @@ class Hello(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     HIGHEST_PROPOSAL_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     role: _lifecycle_pb2.Role.ValueType
     """What the engine does."""
     ranks: _builtins.int
@@ -137,6 +142,8 @@ class Hello(_message.Message):
     """The highest proposal number that it has used."""
     model: _builtins.str
     """The model's name."""
+    tokenizer: _builtins.str
+    """The fingerprint of its tokenizer; compared with the scheduler's unless empty."""
     @_builtins.property
     def party(self) -> _lifecycle_pb2.Party:
         """The rank."""
@@ -164,10 +171,11 @@ class Hello(_message.Message):
         cursor: Global___Cursor | None = ...,
         highest_proposal: _builtins.int = ...,
         model: _builtins.str = ...,
+        tokenizer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "party", b"party"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "cursor", b"cursor", "endpoint", b"endpoint", "fence_scope", b"fence_scope", "highest_proposal", b"highest_proposal", "layers", b"layers", "layout", b"layout", "model", b"model", "page_tokens", b"page_tokens", "pages", b"pages", "party", b"party", "plane", b"plane", "process_id", b"process_id", "ranks", b"ranks", "role", b"role", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "cursor", b"cursor", "endpoint", b"endpoint", "fence_scope", b"fence_scope", "highest_proposal", b"highest_proposal", "layers", b"layers", "layout", b"layout", "model", b"model", "page_tokens", b"page_tokens", "pages", b"pages", "party", b"party", "plane", b"plane", "process_id", b"process_id", "ranks", b"ranks", "role", b"role", "slots", b"slots", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,6 +404,25 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
+class Leaving(_message.Message):
+    """The engine wants to leave: it is given nothing new and finishes what it has.
+    Its proposals and tokens go on; the stream ends with a refusal that says that it has left.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
+
+@_typing.final
 class EngineItem(_message.Message):
     """One item from an engine."""
 
@@ -406,6 +433,7 @@ class EngineItem(_message.Message):
     PROPOSAL_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """The first item of a stream."""
@@ -426,6 +454,10 @@ class EngineItem(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """A sign of life."""
 
+    @_builtins.property
+    def leaving(self) -> Global___Leaving:
+        """The engine wants to leave."""
+
     def __init__(
         self,
         *,
@@ -434,12 +466,13 @@ class EngineItem(_message.Message):
         proposal: _lifecycle_pb2.Proposal | None = ...,
         tokens: Global___TokenBatch | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        leaving: Global___Leaving | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "inventory", b"inventory", "item", b"item", "proposal", b"proposal", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "inventory", b"inventory", "item", b"item", "leaving", b"leaving", "proposal", b"proposal", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "inventory", b"inventory", "item", b"item", "proposal", b"proposal", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "hello", b"hello", "inventory", b"inventory", "item", b"item", "leaving", b"leaving", "proposal", b"proposal", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["hello", "inventory", "proposal", "tokens", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["hello", "inventory", "proposal", "tokens", "heartbeat", "leaving"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
@@ -490,7 +523,7 @@ class Welcome(_message.Message):
     heartbeat_ns: _builtins.int
     """How often a sign of life is wanted."""
     inventory_wanted: _builtins.bool
-    """Whether an inventory must come before anything else."""
+    """Whether the engine must forget its copy of the log and send an inventory before anything else."""
     highest_answered: _builtins.int
     """The highest of this rank's proposals that has been answered."""
     def __init__(
@@ -704,6 +737,23 @@ class AttachRefused(_message.Message):
 Global___AttachRefused: _TypeAlias = AttachRefused  # noqa: Y015
 
 @_typing.final
+class Synced(_message.Message):
+    """Everything before this life's present that concerns the rank has been sent on this stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Synced: _TypeAlias = Synced  # noqa: Y015
+
+@_typing.final
 class SchedulerHeartbeat(_message.Message):
     """Nothing new, but the scheduler is alive."""
 
@@ -738,6 +788,7 @@ class SchedulerItem(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
+    SYNCED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """The first item of a stream."""
@@ -766,6 +817,10 @@ class SchedulerItem(_message.Message):
     def peer(self) -> Global___PeerEndpoint:
         """Precedes the first entry that names that party."""
 
+    @_builtins.property
+    def synced(self) -> Global___Synced:
+        """The rank is up to date."""
+
     def __init__(
         self,
         *,
@@ -776,12 +831,13 @@ class SchedulerItem(_message.Message):
         refused: Global___AttachRefused | None = ...,
         heartbeat: Global___SchedulerHeartbeat | None = ...,
         peer: Global___PeerEndpoint | None = ...,
+        synced: Global___Synced | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "heartbeat", b"heartbeat", "item", b"item", "peer", b"peer", "publication", b"publication", "refused", b"refused", "tokens_held", b"tokens_held", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "heartbeat", b"heartbeat", "item", b"item", "peer", b"peer", "publication", b"publication", "refused", b"refused", "synced", b"synced", "tokens_held", b"tokens_held", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "heartbeat", b"heartbeat", "item", b"item", "peer", b"peer", "publication", b"publication", "refused", b"refused", "tokens_held", b"tokens_held", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "heartbeat", b"heartbeat", "item", b"item", "peer", b"peer", "publication", b"publication", "refused", b"refused", "synced", b"synced", "tokens_held", b"tokens_held", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["welcome", "publication", "answer", "tokens_held", "refused", "heartbeat", "peer"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["welcome", "publication", "answer", "tokens_held", "refused", "heartbeat", "peer", "synced"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
