@@ -127,6 +127,13 @@ def test_a_log_with_a_gap_is_not_complete(complete: bool, drop: int | None, expe
     assert read_text("".join(lines)).complete is expected
 
 
+def test_positions_with_a_gap_are_not_complete() -> None:
+    """Entries of some requests only, with a header that claims otherwise, are no whole log."""
+    first, _, third = stored(RESERVED, Released(GRANT), Released(GRANT))
+    assert not read_text("".join(jsonlines([first, third], complete=True))).complete
+    assert not read_text("".join(jsonlines([third], complete=True))).complete
+
+
 def test_a_log_cut_after_a_line_is_not_complete() -> None:
     """The header counts the entries, so that a file without its end does not pass for whole."""
     lines = list(jsonlines(stored(RESERVED, Released(GRANT)), complete=True))

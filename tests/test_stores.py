@@ -234,6 +234,39 @@ def test_a_rewritten_batch_breaks_the_chain(folder: Path) -> None:
         SegmentStore(folder)
 
 
+@pytest.mark.parametrize("position", [4, 6])
+def test_a_batch_that_skips_or_repeats_positions_is_damage(folder: Path, position: int) -> None:
+    """Positions have no gap and no overlap, even where hashes and check sums match."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    frame = frames.pack_frame(
+        first_position=position,
+        count=1,
+        previous=frames.chain(data[frame_offsets(data)[-1] :]),
+        payload=codec.batch_to_bytes(entries(A, 3, 1)),
+    )
+    path.write_bytes(data + frame)
+    with pytest.raises(StoreDamaged, match="instead of 5") as caught:
+        SegmentStore(folder)
+    assert caught.value.offset == len(data)
+
+
+@pytest.mark.parametrize("sequence", [2, 4])
+def test_a_batch_that_skips_or_repeats_sequences_is_damage(folder: Path, sequence: int) -> None:
+    """A request's numbers have no gap either, whatever the check sums say."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    frame = frames.pack_frame(
+        first_position=5,
+        count=1,
+        previous=frames.chain(data[frame_offsets(data)[-1] :]),
+        payload=codec.batch_to_bytes(entries(A, sequence, 1)),
+    )
+    path.write_bytes(data + frame)
+    with pytest.raises(StoreDamaged, match="does not follow"):
+        SegmentStore(folder)
+
+
 def many_segments(folder: Path) -> list[Path]:
     store = SegmentStore(folder, segment_bytes=1)
     for n in range(4):
