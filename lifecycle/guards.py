@@ -62,6 +62,7 @@ LATE = (
     Guard("requeue-keeps-resources-honest/continues", (Admitted,), admission.continues),
     Guard("bounded/deadline", (Admitted,), admission.deadline_ahead),
     Guard("bounded/attempts", (Requeued,), admission.attempts_left),
+    Guard("requeue-keeps-resources-honest/relayed", (Requeued,), admission.relayed_counts_on),
     Guard("settled-once/granted", (Reserved,), grants.granted_once),
     Guard("conservation/fits", (Reserved,), grants.grant_fits),
     Guard("whole-before-read/reserved", (Reserved,), grants.grant_whole),

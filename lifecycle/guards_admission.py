@@ -82,3 +82,15 @@ def attempts_left(state: RequestState, _entry: Entry, _event: Requeued) -> str |
     if state.admitted is not None and state.attempt >= state.admitted.attempts_max:
         return f"attempt {state.attempt} of {state.admitted.attempts_max} is requeued"
     return None
+
+
+def relayed_counts_on(state: RequestState, _entry: Entry, event: Requeued) -> str | None:
+    if state.first is None:
+        return None
+    most = state.first.new_tokens_max
+    if not state.relayed <= event.tokens_relayed < most:
+        return (
+            f"{event.tokens_relayed} tokens were relayed after {state.relayed}, "
+            f"and at least one of {most} must be left"
+        )
+    return None

@@ -295,6 +295,11 @@ def new(log: Log) -> Log:
     return log
 
 
+def new_admitted(log: Log) -> Log:
+    """Admitted, and nothing is reserved yet."""
+    return log.add(admitted())
+
+
 def reserved_both(log: Log) -> Log:
     """Admitted, and both legs hold their grants."""
     return log.add(admitted(), source(), destination())

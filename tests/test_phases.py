@@ -43,10 +43,6 @@ def _ended_holding_source(log: Log) -> Log:
     return handmade.written(log).add(_QUARANTINED_DESTINATION, handmade.ABORTED)
 
 
-def _nothing_held(log: Log) -> Log:
-    return log.add(handmade.admitted())
-
-
 def _decoding_nothing_held(log: Log) -> Log:
     return handmade.decoding(log).add(Released(SOURCE), _QUARANTINED_DESTINATION)
 
@@ -69,7 +65,7 @@ LEGAL: dict[tuple[Phase, type[RequestEvent], Phase], Case] = {
     (Phase.ADMITTED, Quarantined, Phase.ADMITTED): (handmade.written, _QUARANTINED_DESTINATION),
     (Phase.ADMITTED, Verified, Phase.DECODING): (handmade.handed_over, handmade.verified()),
     (Phase.ADMITTED, Aborted, Phase.ENDED): (handmade.written, handmade.ABORTED),
-    (Phase.ADMITTED, Aborted, Phase.CLOSED): (_nothing_held, handmade.ABORTED),
+    (Phase.ADMITTED, Aborted, Phase.CLOSED): (handmade.new_admitted, handmade.ABORTED),
     (Phase.ADMITTED, Requeued, Phase.REQUEUED): (handmade.written, handmade.requeued()),
     (Phase.DECODING, Reserved, Phase.DECODING): (handmade.decoding, handmade.growth()),
     (Phase.DECODING, Drained, Phase.DECODING): (
