@@ -1,0 +1,168 @@
+"""The verbs that look at logs: `log show`, `log export`, `replay`.
+
+Owns: where a log comes from (a scheduler or files), and the exit code of a verdict.
+Must not know: how entries are judged or worded.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cyclopts import App
+
+from transport.commands_shared import (
+    DEFAULT_SCHEDULER,
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_UNREADABLE,
+    Json,
+    SchedulerAddress,
+    Switch,
+    UsageError,
+    console,
+    note,
+    say,
+    say_json,
+)
+
+if TYPE_CHECKING:
+    from engine.store import Stored
+
+log_app = App(name="log", help="Look at the event log.")
+
+
+class UnknownRequest(Exception):
+    """No entry has this request's id."""
+
+    def __init__(self, request: str) -> None:
+        super().__init__(f"the log holds no entry of request {request}")
+        self.request = request
+
+
+@log_app.command
+def show(
+    request: str,
+    /,
+    *,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    log: Path | None = None,
+    json: Json = False,
+) -> int:
+    """Print every entry of one request.
+
+    Parameters
+    ----------
+    request
+        The request's id.
+    scheduler
+        Address of a running scheduler.
+    log
+        Read this log folder or file instead of asking a scheduler.
+    json
+        Print JSON Lines, one entry a line.
+    """
+    from transport import jsonlines, render
+
+    entries = _of_request(request, scheduler=scheduler, log=log)
+    if json:
+        for one in entries:
+            say_json(jsonlines.entry_object(one))
+    else:
+        console().print(render.log_table(entries))
+    return EXIT_OK
+
+
+def _of_request(request: str, *, scheduler: str, log: Path | None) -> tuple[Stored, ...]:
+    if log is None:
+        from transport.client import Client
+
+        with Client(scheduler) as client:
+            entries = client.request_log(request)
+    else:
+        from transport.jsonlines import read_log
+
+        entries = tuple(one for one in read_log(log).entries if one.entry.request == request)
+    if not entries:
+        raise UnknownRequest(request)
+    return entries
+
+
+@log_app.command
+def export(
+    *,
+    output: Path | None = None,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    log: Path | None = None,
+    json: Switch = False,  # noqa: ARG001 - accepted everywhere, and an export is JSON in any case
+) -> int:
+    """Write the whole log as JSON Lines, version 1.
+
+    Parameters
+    ----------
+    output
+        The file to write; standard output if absent or "-".
+    scheduler
+        Address of a running scheduler.
+    log
+        Read this log folder or file instead of asking a scheduler.
+    json
+        Accepted everywhere; an export is JSON Lines in any case.
+    """
+    from transport.jsonlines import write_jsonlines
+
+    entries, complete = _whole(scheduler=scheduler, log=log)
+    if output is None or str(output) == "-":
+        write_jsonlines(sys.stdout, entries, complete=complete)
+        sys.stdout.flush()
+    else:
+        with output.open("w", encoding="utf-8") as stream:
+            write_jsonlines(stream, entries, complete=complete)
+        note(f"{len(entries)} entries written to {output}")
+    return EXIT_OK
+
+
+def _whole(*, scheduler: str, log: Path | None) -> tuple[tuple[Stored, ...], bool]:
+    """All entries that are to be had, and whether nothing is missing."""
+    if log is None:
+        from transport.client import Client
+
+        with Client(scheduler) as client:
+            entries = tuple(client.tail(1))
+        return entries, not entries or entries[0].position == 1
+    from transport.jsonlines import read_log
+
+    file = read_log(log)
+    if file.foreign:
+        raise UsageError(f"{log} is a foreign log; an export would pass it off as our own")
+    for one in file.unknown:
+        note(f"left out, for its event is unknown: position {one.position}: {one.reason}")
+    return file.entries, file.complete and not file.unknown
+
+
+def replay(file: Path, /, *, json: Json = False) -> int:
+    """Replay a log against every rule; exits 0 clean, 1 violations, 5 unreadable or incomplete.
+
+    Parameters
+    ----------
+    file
+        JSON Lines, a segment file, or a folder of segment files; "-" reads JSON Lines
+        from standard input.
+    json
+        Print one JSON document.
+    """
+    from lifecycle.replay import replay as replay_entries
+    from transport import render
+    from transport.jsonlines import read_jsonlines, read_log
+
+    log = read_jsonlines(sys.stdin.buffer) if str(file) == "-" else read_log(file)
+    report = replay_entries((one.position, one.entry) for one in log.entries)
+    if json:
+        say_json(render.replay_object(log, report))
+    else:
+        for line in render.replay_lines(log, report):
+            say(line)
+    if log.unknown or not log.complete:
+        return EXIT_UNREADABLE
+    return EXIT_OK if report.clean else EXIT_FAILED

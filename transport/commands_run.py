@@ -1,0 +1,225 @@
+"""The verbs that run parts: `serve`, `scheduler`, `prefill`, `decode`.
+
+Owns: signals, readiness lines, and the settings of each part.
+Must not know: what a scheduler or an engine does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+import anyio
+import attrs
+import structlog
+from cyclopts import Parameter
+
+from lifecycle.events import Role
+from transport.commands_shared import EXIT_SIGNAL, Json, note, say, say_json
+from transport.settings import (
+    EngineSettings,
+    JoinSettings,
+    PoolSettings,
+    SchedulerSettings,
+)
+
+PR_SET_PDEATHSIG = 1
+Ready = Callable[[str], None]
+Runner = Callable[[Ready, anyio.Event], Awaitable[int]]
+SupervisedBy = Annotated[int | None, Parameter(name="--supervised-by", show=False, env_var=())]
+
+_SCHEDULER = SchedulerSettings()
+_JOIN = JoinSettings()
+_POOL = PoolSettings()
+
+
+def configure_logging() -> None:
+    """Logs go to standard error: for people on a terminal, as JSON Lines elsewhere."""
+    terminal = sys.stderr.isatty()
+    last: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)
+        if terminal
+        else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            last,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def end_with(supervisor: int | None) -> None:
+    """Be told by the kernel (SIGTERM) when the supervising process is gone."""
+    if supervisor is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != supervisor:
+        # It went before the kernel was asked.
+        raise SystemExit(EXIT_SIGNAL + signal.SIGTERM)
+
+
+async def run_until_signalled(run: Runner, ready: Ready) -> int:
+    """Run a part; the first SIGTERM or SIGINT asks it to stop, the second cuts it short."""
+    stop = anyio.Event()
+    code = EXIT_SIGNAL
+
+    async def watch() -> None:
+        nonlocal code
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+            async for number in received:
+                if stop.is_set():
+                    code = EXIT_SIGNAL + number
+                    tasks.cancel_scope.cancel()
+                    return
+                stop.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        code = await run(ready, stop)
+        tasks.cancel_scope.cancel()
+    return code
+
+
+def announce(part: str, address: str, *, json: bool) -> None:
+    """Tell whoever started this part that it is ready."""
+    if json:
+        ready = {"part": part, "process_id": os.getpid(), "address": address}
+        say_json({"event": "ready", **ready})
+    else:
+        say(f"{part} ready" + (f" at {address}" if address else "") + f", process {os.getpid()}")
+
+
+def _run_part(part: str, run: Runner, *, json: bool, supervised_by: int | None) -> int:
+    end_with(supervised_by)
+    configure_logging()
+    structlog.contextvars.bind_contextvars(part=part)
+    return anyio.run(run_until_signalled, run, lambda address: announce(part, address, json=json))
+
+
+def scheduler(
+    *,
+    options: Annotated[SchedulerSettings, Parameter(name="*")] = _SCHEDULER,
+    json: Json = False,
+    supervised_by: SupervisedBy = None,
+) -> int:
+    """Run the scheduler: it admits requests, keeps the log, and engines join it.
+
+    Parameters
+    ----------
+    json
+        Announce readiness as a JSON line.
+    """
+
+    async def run(ready: Ready, stop: anyio.Event) -> int:
+        from transport.scheduler_shell import run_scheduler
+
+        return await run_scheduler(options, ready=ready, stop=stop)
+
+    return _run_part("scheduler", run, json=json, supervised_by=supervised_by)
+
+
+def prefill(
+    engine: str = "prefill-0",
+    /,
+    *,
+    options: Annotated[JoinSettings, Parameter(name="*")] = _JOIN,
+    json: Json = False,
+    supervised_by: SupervisedBy = None,
+) -> int:
+    """Run a prefill engine: it computes the KV of prompts and writes it to decode.
+
+    Parameters
+    ----------
+    engine
+        The engine's name in the fleet.
+    json
+        Announce readiness as a JSON line.
+    """
+    return _run_engine(Role.PREFILL, engine, options, json=json, supervised_by=supervised_by)
+
+
+def decode(
+    engine: str = "decode-0",
+    /,
+    *,
+    options: Annotated[JoinSettings, Parameter(name="*")] = _JOIN,
+    json: Json = False,
+    supervised_by: SupervisedBy = None,
+) -> int:
+    """Run a decode engine: it checks what arrived and samples every token.
+
+    Parameters
+    ----------
+    engine
+        The engine's name in the fleet.
+    json
+        Announce readiness as a JSON line.
+    """
+    return _run_engine(Role.DECODE, engine, options, json=json, supervised_by=supervised_by)
+
+
+def _run_engine(
+    role: Role, engine: str, join: JoinSettings, *, json: bool, supervised_by: int | None
+) -> int:
+    shared = {field.name: getattr(join, field.name) for field in attrs.fields(JoinSettings)}
+    settings = EngineSettings(role=role, engine=engine, **shared)
+
+    async def run(ready: Ready, stop: anyio.Event) -> int:
+        from transport.engine_shell import run_engine
+
+        return await run_engine(settings, ready=lambda: ready(""), stop=stop)
+
+    return _run_part(engine, run, json=json, supervised_by=supervised_by)
+
+
+def serve(
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    options: Annotated[SchedulerSettings, Parameter(name="*")] = _SCHEDULER,
+    pool: Annotated[PoolSettings, Parameter(name="*")] = _POOL,
+    json: Json = False,
+) -> int:
+    """Run a scheduler, prefill and decode engines as supervised processes of this machine.
+
+    Parameters
+    ----------
+    prefill
+        How many prefill engines.
+    decode
+        How many decode engines.
+    json
+        Announce parts and readiness as JSON lines.
+    """
+    from transport.supervisor import Parts, Started, supervise
+
+    parts = Parts(prefill=prefill, decode=decode, scheduler=options, pool=pool)
+
+    def started(part: Started) -> None:
+        if json:
+            about = {"part": part.name, "process_id": part.process_id}
+            say_json({"event": "started", **about})
+        else:
+            say(f"{part.name} started, process {part.process_id}")
+
+    async def run(ready: Ready, stop: anyio.Event) -> int:
+        return await supervise(parts, started=started, ready=ready, stop=stop, complain=note)
+
+    def ready(address: str) -> None:
+        if json:
+            say_json({"event": "ready", "part": "serve", "address": address})
+        else:
+            say(f"ready at {address}")
+
+    return anyio.run(run_until_signalled, run, ready)

@@ -1,0 +1,81 @@
+"""What the commands share: exit codes, common options, and writing data to standard output.
+
+Owns: the meaning of exit codes; the one place that writes to standard output and error.
+Must not know: any single command.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from transport.settings import LOOPBACK, SCHEDULER_PORT
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+    from rich.console import Console
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_REFUSED = 4
+EXIT_UNREADABLE = 5
+EXIT_SIGNAL = 128
+DEFAULT_SCHEDULER = f"{LOOPBACK}:{SCHEDULER_PORT}"
+PLAIN_COLUMNS = 120
+
+Json = Annotated[bool, Parameter(negative="")]
+"""Whether data is printed as JSON."""
+
+Switch = Annotated[bool, Parameter(negative="")]
+"""A flag that is only ever set."""
+
+SchedulerAddress = Annotated[str, Parameter(name="--scheduler")]
+"""Where a running scheduler listens."""
+
+
+class UsageError(Exception):
+    """The arguments make no sense together."""
+
+
+def say(text: str = "") -> None:
+    """Write a line of data."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Write a line of progress or complaint."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def say_json(value: Any) -> None:
+    """Write one JSON value as one line."""
+    say(json_module.dumps(value, separators=(",", ":"), ensure_ascii=False))
+
+
+def say_message(message: Message, *, zeros: bool = False) -> None:
+    """Write a message in protobuf's JSON mapping as one line; `zeros` keeps empty fields."""
+    from google.protobuf import json_format
+
+    value = json_format.MessageToDict(message, always_print_fields_with_no_presence=zeros)
+    say_json(value)
+
+
+def console() -> Console:
+    """A console on standard output: coloured on a terminal, wide and plain elsewhere."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    return Console(
+        highlight=False,
+        no_color=True if "NO_COLOR" in os.environ or not terminal else None,
+        width=None if terminal else PLAIN_COLUMNS,
+        soft_wrap=False,
+    )

@@ -1,0 +1,221 @@
+"""The verbs that use and look at a running deployment: `generate`, `status`.
+
+Owns: how flags become a request, and how an answer is printed.
+Must not know: tokenizers and models; the scheduler has them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import attrs
+from cyclopts import Parameter
+
+from transport.commands_shared import (
+    DEFAULT_SCHEDULER,
+    EXIT_OK,
+    EXIT_UNREACHABLE,
+    Json,
+    SchedulerAddress,
+    Switch,
+    UsageError,
+    note,
+    say,
+    say_json,
+    say_message,
+)
+
+if TYPE_CHECKING:
+    from transport.pb.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
+
+NANOSECONDS = 1e9
+
+
+@attrs.frozen(kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen; what is not given has the server's default."""
+
+    max_new_tokens: int | None = None
+    """Most new tokens."""
+    temperature: float | None = None
+    """0 takes the most likely token."""
+    top_p: float | None = None
+    """Least set of tokens whose probabilities sum to this."""
+    top_k: int | None = None
+    """Most likely tokens considered; 0 considers all."""
+    seed: int | None = None
+    """Each draw is a function of seed and position alone."""
+    stop: Annotated[tuple[str, ...], Parameter(negative="")] = ()
+    """Text before which generation stops; may be repeated."""
+    stop_token_id: Annotated[tuple[int, ...], Parameter(negative="")] = ()
+    """Token at which generation stops; may be repeated."""
+    logprobs: Switch = False
+    """Ask for the chosen tokens' log probabilities."""
+    ignore_eos: Switch = False
+    """Treat the model's own end token like any other."""
+
+
+_SAMPLING = SamplingOptions()
+
+
+def sampling_message(options: SamplingOptions) -> Sampling:
+    """The schema's form; a number that does not fit it is a usage error."""
+    from transport.pb.generation_pb2 import Sampling
+
+    try:
+        return Sampling(
+            new_tokens_max=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=options.seed,
+            stop_strings=options.stop,
+            stop_token_ids=options.stop_token_id,
+            logprobs=True if options.logprobs else None,
+            ignore_eos=True if options.ignore_eos else None,
+        )
+    except ValueError as error:
+        raise UsageError(f"sampling: {error}") from error
+
+
+def _prompt(given: str | None) -> str:
+    if given is not None and given != "-":
+        return given
+    if given is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give one, or send it to standard input")
+    return sys.stdin.read()
+
+
+def request_message(
+    prompt: str, options: SamplingOptions, *, chat: bool, system: str | None, token_ids: bool
+) -> GenerateRequest:
+    """The request for a prompt that is text, a user's message, or token ids."""
+    from transport.pb.generation_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds
+
+    sampling = sampling_message(options)
+    if token_ids:
+        try:
+            ids = TokenIds(ids=[int(word) for word in prompt.replace(",", " ").split()])
+        except ValueError as error:
+            raise UsageError(f"--token-ids: {error}") from error
+        return GenerateRequest(token_ids=ids, sampling=sampling)
+    if chat:
+        messages = [ChatMessage(role="system", content=system)] if system is not None else []
+        messages.append(ChatMessage(role="user", content=prompt))
+        return GenerateRequest(chat=ChatMessages(messages=messages), sampling=sampling)
+    return GenerateRequest(text=prompt, sampling=sampling)
+
+
+def generate(
+    prompt: str | None = None,
+    /,
+    *,
+    chat: Switch = False,
+    system: str | None = None,
+    token_ids: Switch = False,
+    sampling: Annotated[SamplingOptions, Parameter(name="*")] = _SAMPLING,
+    timeout: float | None = None,
+    idempotency_key: str = "",
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    json: Json = False,
+) -> int:
+    """Generate text and stream it to standard output.
+
+    Parameters
+    ----------
+    prompt
+        The prompt; absent or "-" reads standard input.
+    chat
+        Send the prompt as a user's message through the model's chat template.
+    system
+        With --chat: a system message before it.
+    token_ids
+        The prompt is a list of token ids.
+    timeout
+        Deadline in seconds.
+    idempotency_key
+        A repeated call with the same key attaches to the same request.
+    scheduler
+        Address of a running scheduler.
+    json
+        Print JSON Lines, one message of the stream a line.
+    """
+    if chat and token_ids:
+        raise UsageError("--chat and --token-ids exclude each other")
+    if system is not None and not chat:
+        raise UsageError("--system needs --chat")
+    from transport.client import Client
+
+    request = request_message(
+        _prompt(prompt), sampling, chat=chat, system=system, token_ids=token_ids
+    )
+    request.idempotency_key = idempotency_key
+    with Client(scheduler) as client:
+        ended = False
+        for response in client.generate(request, timeout=timeout):
+            ended = response.HasField("outcome")
+            _print_step(response, json=json)
+    if not ended:
+        note("custody: the stream ended before its outcome")
+        return EXIT_UNREACHABLE
+    return EXIT_OK
+
+
+def _print_step(response: GenerateResponse, *, json: bool) -> None:
+    if json:
+        say_message(response)
+    elif response.HasField("chunk"):
+        sys.stdout.write(response.chunk.text)
+        sys.stdout.flush()
+    elif response.HasField("outcome"):
+        say()
+        outcome = response.outcome
+        if sys.stderr.isatty():
+            note(
+                f"{outcome.usage.prompt_tokens} prompt tokens, {outcome.usage.new_tokens} new, "
+                f"first after {outcome.time_to_first_token_ns / NANOSECONDS:.2f} s, "
+                f"{outcome.attempts} attempt(s)"
+            )
+
+
+def status(*, scheduler: SchedulerAddress = DEFAULT_SCHEDULER, json: Json = False) -> int:
+    """Show engines, pages, requests and the log's position.
+
+    Parameters
+    ----------
+    scheduler
+        Address of a running scheduler.
+    json
+        Print one JSON document.
+    """
+    from transport import render
+    from transport.client import Client
+
+    with Client(scheduler) as client:
+        answer = client.status()
+    if json:
+        say_message(answer, zeros=True)
+    else:
+        for line in render.status_lines(answer):
+            say(line)
+    return EXIT_OK
+
+
+def version(*, json: Json = False) -> int:
+    """Print the program's version.
+
+    Parameters
+    ----------
+    json
+        Print one JSON document.
+    """
+    from importlib.metadata import version as installed
+
+    number = installed("kv-custody")
+    if json:
+        python = ".".join(str(part) for part in sys.version_info[:3])
+        say_json({"version": number, "python": python, "schema": "custody.v1", "log_format": 1})
+    else:
+        say(f"custody {number}")
+    return EXIT_OK

@@ -1,0 +1,319 @@
+"""Log, status and replay for human eyes.
+
+Owns: one plain sentence for each event, tables, and the text of a replay.
+Must not know: where entries come from, or which exit code follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, assert_never
+
+from engine.store import Stored
+from lifecycle.events import (
+    Aborted,
+    Admitted,
+    Attached,
+    ByEngine,
+    ByScheduler,
+    Drained,
+    Draining,
+    Dropped,
+    Entry,
+    Finished,
+    FleetEvent,
+    Lost,
+    Proof,
+    Proposer,
+    Purpose,
+    Quarantined,
+    Recovered,
+    Rejected,
+    Released,
+    RequestEvent,
+    Requeued,
+    Reserved,
+    Resumed,
+    Transferred,
+    Verified,
+)
+from lifecycle.ids import GrantId, PageRange, Party, count_pages
+from lifecycle.replay import Finding, Report
+from lifecycle.rules import RULES
+from transport.jsonlines import LogFile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from transport.pb import admin_pb2
+
+MILLISECOND_NS = 1_000_000
+
+
+def who(proposer: Proposer) -> str:
+    """Who an entry goes back to, in a few letters."""
+    match proposer:
+        case ByEngine(party, _number):
+            return _party(party)
+        case ByScheduler():
+            return "scheduler"
+        case _:
+            assert_never(proposer)
+
+
+def _party(party: Party) -> str:
+    return party.engine if party.rank == 0 else f"{party.engine} rank {party.rank}"
+
+
+def _grant(grant: GrantId) -> str:
+    return f"grant {_party(grant.owner)}:{grant.serial}"
+
+
+def _pages(pages: Sequence[PageRange]) -> str:
+    spans = [str(p.first) if p.count == 1 else f"{p.first} to {p.stop - 1}" for p in pages]
+    return f"page{'' if count_pages(pages) == 1 else 's'} {', '.join(spans)}"
+
+
+def _parties(parties: Sequence[Party]) -> str:
+    return ", ".join(_party(party) for party in parties)
+
+
+def sentence(entry: Entry) -> str:
+    """What the event says, for a reader who has not read the schema."""
+    event = entry.event
+    if isinstance(event, FleetEvent):
+        return _fleet_sentence(event)
+    return _request_sentence(entry, event)
+
+
+def _request_sentence(entry: Entry, event: RequestEvent) -> str:
+    match event:
+        case Admitted():
+            legs = ", ".join(
+                f"{leg.engine} books {leg.pages_booked} of {leg.pages_free} free pages"
+                for leg in (event.prefill, event.decode)
+            )
+            return (
+                f"Attempt {entry.attempt} may own pages: {event.prompt_tokens} prompt tokens and at "
+                f"most {event.new_tokens_max} new ones fit the context of {event.context_tokens}; "
+                f"{legs}."
+            )
+        case Rejected():
+            return f"Refused as {event.code.name}, owning nothing: {event.reason}."
+        case Reserved():
+            return _reserved(event)
+        case Transferred():
+            return (
+                f"Tokens {event.tokens.start} to {event.tokens.stop - 1} are written into "
+                f"{_grant(event.grant)}, {_pages(event.pages)}: {event.size_bytes} bytes, computed "
+                f"by step {event.step}."
+            )
+        case Drained():
+            proof = (
+                "says that it has nothing in flight"
+                if event.proof is Proof.ACKNOWLEDGED
+                else "was shut out by the owner"
+            )
+            return f"{_party(event.party)} {proof} and never writes to {_grant(event.grant)} again."
+        case Verified():
+            return (
+                f"Decode compared {event.headers_checked} headers and {event.digests_checked} "
+                f"digests on {event.pages} pages ({event.method}); from here it may read."
+            )
+        case Finished():
+            return (
+                f"The answer is whole ({event.reason.value}) with {event.tokens} tokens; "
+                f"{event.reads_checked} header reads were checked, {event.reads_unchecked} were not."
+            )
+        case Requeued():
+            return (
+                f"This attempt ends ({event.cause.value}, says {event.reported_by}) after "
+                f"{event.tokens_relayed} relayed tokens; another follows."
+            )
+        case Aborted() | Quarantined() | Released() | Dropped():
+            return _ending(event)
+        case _:
+            assert_never(event)
+
+
+def _reserved(event: Reserved) -> str:
+    let_in = f"lets {_parties(event.parties)} write" if event.parties else "lets nobody else write"
+    purpose = {
+        Purpose.SOURCE: "where prefill computes",
+        Purpose.DESTINATION: "where the prompt arrives",
+        Purpose.GROWTH: "where the answer grows",
+    }[event.purpose]
+    return (
+        f"{_grant(event.grant)} holds {_pages(event.pages)} for tokens {event.tokens.start} to "
+        f"{event.tokens.stop - 1}, {purpose}, tag {event.tag:016x}; it {let_in}."
+    )
+
+
+def _ending(event: Aborted | Quarantined | Released | Dropped) -> str:
+    match event:
+        case Aborted():
+            said = f": {event.message}" if event.message else ""
+            page = "" if event.page is None else f" (page {event.page})"
+            return f"Ended without an answer, {event.cause.value}, says {event.reported_by}{page}{said}."
+        case Quarantined():
+            return f"The pages of {_grant(event.grant)} leave circulation ({event.cause.value})."
+        case Released():
+            return f"The pages of {_grant(event.grant)} are free again."
+        case Dropped():
+            return (
+                f"{event.count} late proposal(s) {event.kind} of {_party(event.party)} changed "
+                f"nothing (rule {event.rule})."
+            )
+        case _:
+            assert_never(event)
+
+
+def _fleet_sentence(event: FleetEvent) -> str:
+    match event:
+        case Attached():
+            return (
+                f"{event.engine} joins as {event.role.value} with {event.pages} pages of "
+                f"{event.page_tokens} tokens over {event.plane}."
+            )
+        case Draining():
+            return f"{event.engine} finishes what it has and is given nothing new."
+        case Lost():
+            return f"{event.engine} is no longer part of the fleet ({event.cause.value})."
+        case Resumed():
+            return f"Scheduler life {event.epoch} begins after position {event.last_position}."
+        case Recovered():
+            return (
+                f"The pages of {_grant(event.grant)} return from quarantine ({event.proof.value})."
+            )
+        case _:
+            assert_never(event)
+
+
+def log_table(stored: Sequence[Stored]) -> Table:
+    """Entries in order, with times counted from the first."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("position", justify="right")
+    table.add_column("after ms", justify="right")
+    table.add_column("by", no_wrap=True)
+    table.add_column("event", no_wrap=True)
+    table.add_column("what it says", ratio=1)
+    start = stored[0].entry.time_ns if stored else 0
+    for one in stored:
+        table.add_row(
+            str(one.position),
+            f"{(one.entry.time_ns - start) / MILLISECOND_NS:.1f}",
+            who(one.entry.proposer),
+            type(one.entry.event).__name__,
+            sentence(one.entry),
+        )
+    return table
+
+
+def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
+    """The deployment in a few lines."""
+    from transport.pb import admin_pb2, lifecycle_pb2, log_pb2
+
+    yield (
+        f"model {status.model or 'unknown'}, context {status.context_tokens} tokens, "
+        f"scheduler process {status.process_id}, life {status.epoch}"
+        + (", draining" if status.draining else "")
+    )
+    yield (
+        f"log position {status.log_position}, durable to {status.durable_position}; "
+        f"{status.queued} queued"
+    )
+    for count in status.phases:
+        name = log_pb2.Phase.Name(count.phase).removeprefix("PHASE_").lower()
+        yield f"requests {name}: {count.count}"
+    for engine in status.engines:
+        state = admin_pb2.EngineState.Name(engine.state).removeprefix("ENGINE_STATE_").lower()
+        role = lifecycle_pb2.Role.Name(engine.role).removeprefix("ROLE_").lower()
+        for rank in engine.ranks:
+            pages = rank.pages
+            yield (
+                f"{engine.engine}: {role}, {state}, process {rank.process_id}, "
+                f"pages {pages.free} free + {pages.held} held + {pages.booked} booked + "
+                f"{pages.quarantined} quarantined = {pages.capacity} "
+                f"(of {engine.page_tokens} tokens), "
+                f"headers checked {rank.counters.header_reads_checked}, "
+                f"mismatches {rank.counters.header_mismatches}, "
+                f"unchecked {rank.counters.header_reads_unchecked}"
+            )
+
+
+def replay_lines(log: LogFile, report: Report) -> Iterator[str]:
+    """Totals, then every violation; the last line is the verdict."""
+    if log.foreign:
+        yield f"foreign log of {log.source}: it was made by another system and entered unchecked"
+    yield (
+        f"{report.entries} entries of {report.requests} requests; "
+        f"{report.rules} rules, {report.evaluations} guard evaluations"
+    )
+    yield "events: " + (", ".join(f"{name} {count}" for name, count in report.events) or "none")
+    yield "phases: " + (", ".join(f"{name} {count}" for name, count in report.phases) or "none")
+    for finding in report.findings:
+        yield from _finding_lines(finding)
+    for one in log.unknown:
+        place = f"line {one.line}" if one.line else f"position {one.position}"
+        yield f"not evaluated: {place}, event {one.name or 'without a name'}: {one.reason}"
+    if log.unknown or not log.complete:
+        yield "incomplete: what is missing may hide a violation, or be the cause of one shown here"
+    elif report.clean:
+        yield "clean"
+    else:
+        yield f"{len(report.findings)} request(s) with a violation"
+
+
+def _finding_lines(finding: Finding) -> Iterator[str]:
+    violation = finding.violation
+    rule = RULES[violation.rule]
+    yield (
+        f"violation at position {finding.position}: request {violation.request}, "
+        f"sequence {violation.sequence}"
+    )
+    yield f"  rule: {rule.name} ({violation.guard})"
+    if finding.entry is None:
+        yield "  event: none; something never came"
+    else:
+        entry = finding.entry
+        yield f"  event: {type(entry.event).__name__} by {who(entry.proposer)}: {sentence(entry)}"
+    yield f"  found: {violation.message}"
+    yield f"  rule says: {rule.sentence}"
+    if rule.reports:
+        yield f"  reported in public as: {', '.join(rule.reports)}"
+
+
+def replay_object(log: LogFile, report: Report) -> dict[str, Any]:
+    """The same as one JSON document."""
+    return {
+        "source": log.source,
+        "foreign": log.foreign,
+        "complete": log.complete and not log.unknown,
+        "clean": report.clean and log.complete and not log.unknown,
+        "entries": report.entries,
+        "requests": report.requests,
+        "rules": report.rules,
+        "evaluations": report.evaluations,
+        "events": dict(report.events),
+        "phases": dict(report.phases),
+        "unknown": [
+            {"line": one.line, "position": one.position, "event": one.name, "reason": one.reason}
+            for one in log.unknown
+        ],
+        "violations": [
+            {
+                "position": finding.position,
+                "request": finding.violation.request,
+                "sequence": finding.violation.sequence,
+                "rule": finding.violation.rule,
+                "guard": finding.violation.guard,
+                "event": type(finding.entry.event).__name__ if finding.entry else None,
+                "sentence": finding.violation.message,
+                "claim": RULES[finding.violation.rule].sentence,
+                "reports": list(RULES[finding.violation.rule].reports),
+            }
+            for finding in report.findings
+        ],
+    }

@@ -1,0 +1,227 @@
+"""A scheduler and its engines as child processes: started, watched, and ended in order.
+
+Owns: the order of start and end, and what an unexpected death of a child means.
+Must not know: what the parts do; it reads one readiness line of each and its exit code.
+
+Children run in sessions of their own, so that Ctrl-C reaches them through here and in order:
+the scheduler first stops accepting and finishes, then the engines leave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import anyio
+import anyio.abc
+import attrs
+from anyio.streams.text import TextReceiveStream
+
+from transport.settings import InvalidSetting, PoolSettings, SchedulerSettings, to_flags
+
+ENTRY = (sys.executable, "-P", "-m", "transport.cli")
+LEAVE_SECONDS = 20.0
+LINE_CHARACTERS_MAX = 1 << 16
+
+
+@attrs.frozen(kw_only=True)
+class Parts:
+    """What to run."""
+
+    prefill: int
+    decode: int
+    scheduler: SchedulerSettings
+    pool: PoolSettings
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidSetting(name=name, value=value, reason="at least 1 is needed")
+
+    def scheduler_command(self) -> tuple[str, ...]:
+        """The arguments of the scheduler process."""
+        return ("scheduler", *to_flags(self.scheduler))
+
+    def engine_commands(self, address: str) -> dict[str, tuple[str, ...]]:
+        """The arguments of each engine process by the engine's name."""
+        joined = (
+            *to_flags(self.pool),
+            *("--scheduler", address, "--host", self.scheduler.host),
+            *("--model", self.scheduler.model),
+            *("--growth-tokens", str(self.scheduler.growth_tokens)),
+        )
+        return {
+            f"{verb}-{number}": (verb, f"{verb}-{number}", *joined)
+            for verb, count in (("prefill", self.prefill), ("decode", self.decode))
+            for number in range(count)
+        }
+
+
+@attrs.frozen
+class Started:
+    """A child process."""
+
+    name: str
+    process_id: int
+
+
+class _Child:
+    """One child: its process, its readiness line, and its end."""
+
+    def __init__(self, name: str, process: anyio.abc.Process) -> None:
+        self.name = name
+        self.process = process
+        self.ready = anyio.Event()
+        self.ended = anyio.Event()
+        self.address = ""
+
+    async def watch(self) -> None:
+        """Read the readiness line, discard what follows, and wait for the end."""
+        assert self.process.stdout is not None
+        text = ""
+        async for piece in TextReceiveStream(self.process.stdout):
+            if self.ready.is_set():
+                continue
+            text += piece
+            line, newline, _ = text.partition("\n")
+            if newline:
+                self._announced(line)
+            elif len(text) > LINE_CHARACTERS_MAX:
+                break
+        await self.process.wait()
+        self.ended.set()
+
+    def _announced(self, line: str) -> None:
+        with suppress(ValueError, AttributeError):
+            self.address = json.loads(line).get("address", "")
+            self.ready.set()
+
+    def signal_end(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+
+
+def exit_text(code: int | None) -> str:
+    """An exit code in words."""
+    if code is not None and code < 0:
+        return f"by signal {-code}"
+    return f"with exit code {code}"
+
+
+class _Deployment:
+    """All children of one `supervise` call."""
+
+    def __init__(
+        self,
+        tasks: anyio.abc.TaskGroup,
+        *,
+        started: Callable[[Started], None],
+        complain: Callable[[str], None],
+    ) -> None:
+        self._tasks = tasks
+        self._started = started
+        self._complain = complain
+        self._stopping = False
+        self.children: list[_Child] = []
+        self.failed = anyio.Event()
+
+    async def start(self, name: str, arguments: Sequence[str]) -> _Child:
+        command = (*ENTRY, *arguments, "--json", "--supervised-by", str(os.getpid()))
+        process = await anyio.open_process(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=None,
+            start_new_session=True,
+        )
+        child = _Child(name, process)
+        self.children.append(child)
+        self._started(Started(name, process.pid))
+        self._tasks.start_soon(self._watch, child)
+        return child
+
+    async def _watch(self, child: _Child) -> None:
+        await child.watch()
+        if not self._stopping:
+            how = exit_text(child.process.returncode)
+            self._complain(f"{child.name} (process {child.process.pid}) ended unexpectedly {how}")
+            self.failed.set()
+
+    async def end(self, *, drain_seconds: float) -> bool:
+        """The scheduler first, then the engines; whether all ended by themselves with code 0."""
+        self._stopping = True
+        clean = True
+        for group, seconds in ((self.children[:1], drain_seconds), (self.children[1:], 0.0)):
+            for child in group:
+                child.signal_end()
+            with anyio.move_on_after(seconds + LEAVE_SECONDS):
+                for child in group:
+                    await child.ended.wait()
+            for child in group:
+                clean &= await self._settled(child)
+        return clean
+
+    async def _settled(self, child: _Child) -> bool:
+        if not child.ended.is_set():
+            self._complain(f"{child.name} (process {child.process.pid}) did not end; killed")
+            self.kill(child)
+            await child.ended.wait()
+            return False
+        if child.process.returncode != 0:
+            self._complain(f"{child.name} ended {exit_text(child.process.returncode)}")
+            return False
+        return True
+
+    def kill(self, child: _Child) -> None:
+        with suppress(ProcessLookupError):
+            child.process.kill()
+
+
+async def supervise(
+    parts: Parts,
+    *,
+    started: Callable[[Started], None],
+    ready: Callable[[str], None],
+    stop: anyio.Event,
+    complain: Callable[[str], None],
+) -> int:
+    """Run the parts until `stop`, then end them in order; 0 if nothing went wrong, else 1.
+
+    A child that dies by itself ends everything: nothing is restarted here.
+    """
+    async with anyio.create_task_group() as tasks:
+        deployment = _Deployment(tasks, started=started, complain=complain)
+        try:
+            async with anyio.create_task_group() as run:
+                run.start_soon(_cancel_when, stop, run.cancel_scope)
+                run.start_soon(_cancel_when, deployment.failed, run.cancel_scope)
+                await _bring_up(deployment, parts, ready)
+            clean = await deployment.end(drain_seconds=parts.scheduler.drain_seconds)
+        except BaseException:
+            # Cut short: nobody is left behind.
+            for child in deployment.children:
+                deployment.kill(child)
+            raise
+    return 0 if clean and not deployment.failed.is_set() else 1
+
+
+async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
+
+
+async def _bring_up(deployment: _Deployment, parts: Parts, ready: Callable[[str], None]) -> None:
+    scheduler = await deployment.start("scheduler", parts.scheduler_command())
+    await scheduler.ready.wait()
+    engines = [
+        await deployment.start(name, command)
+        for name, command in parts.engine_commands(scheduler.address).items()
+    ]
+    for engine in engines:
+        await engine.ready.wait()
+    ready(scheduler.address)
