@@ -34,6 +34,7 @@ from lifecycle.events import (
 )
 from lifecycle.history import History
 from lifecycle.ids import FLEET, GrantId, PageRange, Party, RequestId, TokenRange
+from lifecycle.phases import TABLE
 from lifecycle.state import LIVE, Grant, Phase, RequestState, Settlement
 
 PROPOSALS_OUTSTANDING_MAX = 4096
@@ -155,6 +156,8 @@ class EngineCore(Generic[JobT]):
             return []
         self.position = max(self.position, position)
         self.accepted = {k: p for k, p in self.accepted.items() if p > position}
+        if self._forgotten(entry):
+            return []
         violation = self.log.apply(entry)
         if violation is not None:
             raise LogDivergedError(
@@ -337,6 +340,15 @@ class EngineCore(Generic[JobT]):
             )
             if state.phase is Phase.CLOSED and settled and not self.held_for(request):
                 self._forget_log(request)
+
+    def _forgotten(self, entry: Entry) -> bool:
+        """Whether this copy closed and forgot the request: what comes after that changes nothing.
+
+        Only late proofs about others' grants and `Dropped` can follow; anything else for an
+        unknown request still shows that this copy lacks its beginning.
+        """
+        late = type(entry.event) in TABLE[Phase.CLOSED]
+        return entry.sequence > 0 and late and entry.request not in self.log.requests
 
     def _forget_log(self, request: RequestId) -> None:
         del self.log.requests[request]
