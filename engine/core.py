@@ -10,13 +10,14 @@ So nothing depends on the order in which news arrive, and a resync is no special
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import attrs
 
 from engine.allocator import PageAllocator
-from engine.effects import EngineEffect, Forget, Payload, Propose
+from engine.effects import EngineEffect, Forget, Payload, Propose, Step
 from lifecycle.events import (
     ByEngine,
     Drained,
@@ -126,6 +127,40 @@ class EngineCore(Generic[JobT]):
         self.effects: list[EngineEffect] = []
         self.waiting: dict[RequestId, None] = {}
         self._mint = mint
+
+    def copy(self, mint: Callable[[], int]) -> Self:
+        """An independent copy that draws its tags elsewhere; values inside are shared."""
+        other = copy.copy(self)
+        other.log = self.log.copy()
+        other.allocator = self.allocator.copy()
+        other.holdings = dict(self.holdings)
+        other.jobs = {name: copy.copy(job) for name, job in self.jobs.items()}
+        other.outstanding = dict(self.outstanding)
+        other.keys = set(self.keys)
+        other.accepted = dict(self.accepted)
+        other.refused = dict(self.refused)
+        other.effects = list(self.effects)
+        other.waiting = dict(self.waiting)
+        other._mint = mint  # noqa: SLF001 - a copy of its own class
+        return other
+
+    def key(self) -> tuple[object, ...]:
+        """A hashable value; equal cores of one party have equal keys."""
+        return (
+            self.party,
+            self.epoch,
+            self.position,
+            self.syncing,
+            self.running,
+            frozenset(self.log.requests),
+            self.allocator.key(),
+            frozenset(self.holdings),
+            tuple((name, attrs.astuple(job, recurse=False)) for name, job in self.jobs.items()),
+            tuple(self.outstanding.items()),
+            frozenset(self.accepted.items()),
+            frozenset(self.refused.items()),
+            tuple(self.waiting),
+        )
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -356,6 +391,14 @@ class EngineCore(Generic[JobT]):
             del self.refused[key]
 
     # --- what subclasses say ------------------------------------------------------------------
+
+    def can_step(self) -> bool:
+        """Whether a step could be planned now."""
+        raise NotImplementedError
+
+    def plan_step(self) -> Step | None:
+        """Plan a step and count its requests as running, or None."""
+        raise NotImplementedError
 
     def _begin(self, state: RequestState, payload: Payload) -> None:
         """An `Admitted` came with its payload."""

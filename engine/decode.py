@@ -10,6 +10,7 @@ A request's pages are its destination grant, then its growth grants, in order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import attrs
 
@@ -84,6 +85,19 @@ class DecodeCore(EngineCore[DecodeJob]):
         self._digest = digest
         self._turn = 0
 
+    def copy(self, mint: Callable[[], int]) -> Self:
+        """As the base class says."""
+        other = super().copy(mint)
+        other.fencing = set(self.fencing)
+        other.fenced = set(self.fenced)
+        other.retired = set(self.retired)
+        return other
+
+    def key(self) -> tuple[object, ...]:
+        """As the base class says."""
+        access = (frozenset(self.fencing), frozenset(self.fenced), frozenset(self.retired))
+        return (*super().key(), access, self._turn)
+
     # --- checking -----------------------------------------------------------------------------
 
     def verify_ended(
@@ -106,6 +120,10 @@ class DecodeCore(EngineCore[DecodeJob]):
         return self.advance_all()
 
     # --- steps --------------------------------------------------------------------------------
+
+    def can_step(self) -> bool:
+        """Whether `plan_step` would plan something."""
+        return any(self._runnable(job) for job in self.jobs.values())
 
     def plan_step(self) -> Step | None:
         """One token for as many decoding requests as fit a batch, in turn, or None."""

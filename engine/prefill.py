@@ -9,8 +9,10 @@ With several ranks each writes its own share of a destination grant's pages.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from enum import Enum
+from typing import Self
 
 import attrs
 
@@ -99,7 +101,29 @@ class PrefillCore(EngineCore[PrefillJob]):
         self.next_ticket = 1
         self._digest = digest
 
+    def copy(self, mint: Callable[[], int]) -> Self:
+        """As the base class says."""
+        other = super().copy(mint)
+        other.staging = self.staging.copy()
+        other.writings = {ticket: copy.copy(w) for ticket, w in self.writings.items()}
+        other.posted = dict(self.posted)
+        other.reports = dict(self.reports)
+        return other
+
+    def key(self) -> tuple[object, ...]:
+        """As the base class says."""
+        writings = frozenset((t, w.post, w.in_doubt) for t, w in self.writings.items())
+        posted = frozenset(self.posted.items())
+        return (*super().key(), self.staging.key(), writings, posted, tuple(self.reports.items()))
+
     # --- steps --------------------------------------------------------------------------------
+
+    def can_step(self) -> bool:
+        """Whether `plan_step` would plan something."""
+        return any(self._runnable(job) for job in self.jobs.values())
+
+    def _runnable(self, job: PrefillJob) -> bool:
+        return job.source is not None and job.computed < self._wanted(job) and self.is_live(job)
 
     def plan_step(self) -> Step | None:
         """The next chunk of every request that has room for it, oldest first, or None."""
@@ -107,7 +131,7 @@ class PrefillCore(EngineCore[PrefillJob]):
         slices: list[PrefillSlice] = []
         for job in self.jobs.values():
             rest = self._wanted(job) - job.computed
-            if job.source is None or rest <= 0 or not self.is_live(job) or room == 0:
+            if job.source is None or not self._runnable(job) or room == 0:
                 continue
             count = min(rest, room)
             whole = count - (job.computed + count) % self.page_tokens

@@ -6,7 +6,9 @@ Must not know: why something is appended; that is the `scheduler`'s.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
+from typing import Self
 
 import attrs
 
@@ -96,6 +98,40 @@ class Sequencer:
         self.effects: list[SchedulerEffect] = []
         self._digest = digest
         self._serial = 0
+
+    def copy(self) -> Self:
+        """An independent copy; values inside are shared."""
+        other = copy.copy(self)
+        other.log = self.log.copy()
+        other.queue = self.queue.copy()
+        other.relays = {
+            name: Relay(r.payload, r.submission, r.attempt, r.held, list(r.tokens))
+            for name, r in self.relays.items()
+        }
+        other.entries = {name: list(log) for name, log in self.entries.items()}
+        other.audiences = dict(self.audiences)
+        other.lines = {
+            party: Line(line.expected, dict(line.answers), line.acknowledged)
+            for party, line in self.lines.items()
+        }
+        other.drops = dict(self.drops)
+        other.effects = list(self.effects)
+        return other
+
+    def key(self) -> tuple[object, ...]:
+        """A hashable value; equal for equal schedulers over one stored log."""
+        relays = ((n, r.attempt, r.held, tuple(r.tokens)) for n, r in self.relays.items())
+        lines = ((p, line.expected, line.acknowledged) for p, line in self.lines.items())
+        return (
+            self.epoch,
+            self.position,
+            self.now_ns,
+            frozenset(self.entries),
+            tuple(pending.wanted for pending in self.queue.waiting()),
+            tuple(relays),
+            tuple(lines),
+            self._serial,
+        )
 
     def _append(
         self, request: RequestId, attempt: int, event: Event, by: Proposer | None = None
