@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import pytest
@@ -13,6 +14,7 @@ from lifecycle.events import (
     ByScheduler,
     Drained,
     Entry,
+    Event,
     Proof,
     Purpose,
     QuarantineCause,
@@ -54,10 +56,10 @@ def _last_attempt(log: Log) -> Log:
     return log.add(hand.admitted(attempts_max=1))
 
 
-def _judged(build: hand.Builder, event: object, **how: object) -> Case:
+def _judged(build: hand.Builder, event: Event, **how: Any) -> Case:
     def case() -> tuple[Log, Entry]:
         log = build(Log())
-        return log, log.entry(event, **how)  # type: ignore[arg-type]  # tables of mixed events
+        return log, log.entry(event, **how)
 
     return case
 
