@@ -364,7 +364,7 @@ class EngineCore(Generic[JobT]):
         job = self.jobs.get(request)
         if job is not None and not self.touched(request):
             stale = state.attempt > job.attempt or state.phase not in LIVE
-            if stale and not self.held_for(request) and not self._busy(request):
+            if stale and not self._unsettled(state) and not self._busy(request):
                 del self.jobs[request]
                 self.waiting.pop(request, None)
                 self.effects.append(Forget(request))
@@ -384,6 +384,11 @@ class EngineCore(Generic[JobT]):
         """
         late = type(entry.event) in TABLE[Phase.CLOSED]
         return entry.sequence > 0 and late and entry.request not in self.log.requests
+
+    def _unsettled(self, state: RequestState) -> bool:
+        """Whether pages of the request are still on their way home; quarantine may last for ever."""
+        grants = (state.grant(h.reserved.grant) for h in self.held_for(state.request))
+        return any(g is None or g.settlement is not Settlement.QUARANTINED for g in grants)
 
     def _forget_log(self, request: RequestId) -> None:
         del self.log.requests[request]

@@ -347,7 +347,8 @@ class PrefillCore(EngineCore[PrefillJob]):
         return any(w.post.grant == grant for w in self.writings.values())
 
     def _busy(self, request: RequestId) -> bool:
-        return any(w.post.request == request for w in self.writings.values())
+        # A write in doubt has left: it reads staging, and no longer the pages it was packed from.
+        return any(w.post.request == request and not w.in_doubt for w in self.writings.values())
 
     @property
     def staging_held(self) -> int:

@@ -1,0 +1,451 @@
+"""A small world: the real cores between simulated streams, store, memory and time.
+
+Owns: what can happen next, and what happens then.
+Must not know: who chooses. A search calls `enabled`, `step`, `copy` and `key`; a finding is
+raised as `Found` by whatever oracle saw it.
+
+Every action is a name and whom it concerns; equal worlds enable equal actions in equal order.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from engine.allocator import AllocatorError
+from engine.core import LogDivergedError
+from engine.effects import DecodeSlice, Payload, Post, PrefillSlice, Step
+from engine.prefill import Posted
+from engine.scheduler import SequencerError
+from engine.world_checks import Checks
+from engine.world_memory import Write, count_reads
+from engine.world_values import Action, Client, Found, Tokens
+from lifecycle.events import (
+    Cause,
+    Failed,
+    Finished,
+    FinishReason,
+    LostCause,
+    Proposal,
+    Verified,
+)
+from lifecycle.ids import EngineId, Party, RequestId
+from lifecycle.state import LIVE, OPEN
+
+Key = tuple[Party, int]
+
+
+class World(Checks):
+    """The real cores, and everything around them that may go wrong."""
+
+    # --- what can happen ----------------------------------------------------------------------
+
+    def enabled(self) -> tuple[Action, ...]:
+        """Everything that can happen now, in an order that depends on the world alone."""
+        out: list[Action] = []
+        if self.asked < len(self.scenario.asked):
+            out.append(("submit",))
+        for party in self.cores:
+            self._enabled_stream(party, out)
+            self._enabled_steps(party, out)
+        for engine in sorted(self.must_leave):
+            if not any(p in self.steps for p in self.parties(engine)):
+                out.append(("rejoin", engine))
+        out.extend(("verify", index) for index in range(len(self.verifies)))
+        out.extend(("fenced", index) for index in range(len(self.fences)))
+        for key, write in self.writes.items():
+            self._enabled_write(key, write, out)
+        if self.durable < len(self.stored):
+            out.append(("flush",))
+        self._enabled_faults(out)
+        return tuple(out)
+
+    def _may(self, fault: str) -> bool:
+        return self.budget.get(fault, 0) > 0
+
+    def _enabled_stream(self, party: Party, out: list[Action]) -> None:
+        if party not in self.connected:
+            if party.engine not in self.must_leave:
+                out.append(("connect", party))
+            return
+        waiting = self.up[party]
+        if waiting:
+            out.append(("up", party))
+            out.extend((f, party) for f in ("lose", "repeat") if self._may(f))
+            if len(waiting) > 1 and self._may("swap"):
+                out.append(("swap", party))
+        if self.down[party]:
+            out.append(("down", party))
+        if self.answers[party]:
+            out.append(("answer", party))
+        elif not waiting and self.cores[party].outstanding:
+            out.append(("retransmit", party))
+        if self._may("break"):
+            out.append(("break", party))
+
+    def _enabled_steps(self, party: Party, out: list[Action]) -> None:
+        if party in self.steps:
+            out.append(("step-end", party))
+            if self._may("step-fails"):
+                out.append(("step-fails", party))
+        elif party.engine not in self.must_leave and self.cores[party].can_step():
+            out.append(("step", party))
+
+    def _enabled_write(self, key: Key, write: Write, out: list[Action]) -> None:
+        owner = write.post.grant.owner in self.cores
+        lands = owner and self._lets_in(write)
+        if write.ended:
+            if lands and self._may("lie"):
+                out.append(("lie", *key))
+            return
+        if lands and not write.landed:
+            out.append(("land", *key))
+        if lands and write.landed and self._may("reland"):
+            out.append(("reland", *key))
+        if write.orphan or write.silent:
+            return
+        if write.landed:
+            out.append(("done", *key))
+        elif not owner or (not lands and self._given_up(write)):
+            out.append(("failed", *key))
+        if self._may("fail"):
+            out.append(("fail", *key))
+        if not write.doubted:
+            out.extend((f, *key) for f in ("doubt", "hang") if self._may(f))
+
+    def _lets_in(self, write: Write) -> bool:
+        if not self.scenario.placing:
+            return True
+        grant = write.post.grant
+        return grant in self.exposed and (grant, write.party) not in self.refused
+
+    def _given_up(self, write: Write) -> bool:
+        """Whether the writer's shell tries a refused post no longer: its attempt is over."""
+        post = write.post
+        state = self.cores[write.party].log.state(post.request)
+        over = state.phase not in LIVE or state.attempt != post.attempt
+        return over or (post.grant, write.party) in self.refused
+
+    def _enabled_faults(self, out: list[Action]) -> None:
+        if self._may("cancel"):
+            out.extend(
+                ("cancel", request)
+                for request, client in self.clients.items()
+                if not client.ended and not client.gone
+            )
+        if self._may("tick") and self.next_deadline() is not None:
+            out.append(("tick",))
+        out.extend((f,) for f in ("crash", "process-crash") if self._may(f))
+        for engine in self.incarnations:
+            out.extend((f, engine) for f in ("restart", "declare-lost") if self._may(f))
+
+    def next_deadline(self) -> int | None:
+        """The first moment at which time alone changes something."""
+        times = [p.wanted.deadline_ns for p in self.scheduler.queue.waiting()]
+        for state in self.scheduler.log.requests.values():
+            if state.phase in OPEN:
+                times.append(state.deadline_ns)
+            if state.settle_by_ns and any(
+                state.phase not in LIVE or g.attempt < state.attempt for g in state.unsettled
+            ):
+                times.append(state.settle_by_ns)
+        return min(times, default=None)
+
+    # --- what happens -------------------------------------------------------------------------
+
+    def step(self, action: Action) -> None:
+        """Do one thing, then whatever happens by itself. Raises Found."""
+        self._step(action)
+        while self.scenario.eager:
+            due = next((a for a in self.enabled() if a[0] in self.scenario.eager), None)
+            if due is None:
+                return
+            self._step(due)
+
+    def _step(self, action: Action) -> None:
+        name, *whom = action
+        if name in self.budget:
+            self.budget[name] -= 1
+            self.sometimes[name] += 1
+        try:
+            getattr(self, "_do_" + name.replace("-", "_"))(*whom)
+            self.check()
+        except SequencerError as error:
+            rule = error.violation.rule
+            raise Found("sequencer", str(error), rule=rule) from error
+        except LogDivergedError as error:
+            raise Found("log-diverged", str(error), rule=error.rule) from error
+        except AllocatorError as error:
+            raise Found("allocator", str(error)) from error
+
+    def _do_submit(self) -> None:
+        asked = self.scenario.asked[self.asked]
+        self.asked += 1
+        request = self.scheduler.mint()
+        if request in self.clients:
+            raise Found("id-minted-twice", f"{request} has two clients")
+        self.clients[request] = Client(asked, self.epoch)
+        self.perform(
+            self.scheduler.submit(
+                request,
+                tenant="t",
+                payload=Payload(tuple(range(asked.prompt_tokens))),
+                new_tokens_max=asked.new_tokens,
+                deadline_ns=self.now + asked.deadline_ns,
+                now_ns=self.now,
+            )
+        )
+
+    def _do_cancel(self, request: RequestId) -> None:
+        self.perform(self.scheduler.cancel(request, Cause.CLIENT_CANCEL, "client", self.now))
+
+    def _do_tick(self) -> None:
+        self.now = max(self.now + 1, self.next_deadline() or 0)
+        self.perform(self.scheduler.tick(self.now))
+
+    # --- streams ------------------------------------------------------------------------------
+
+    def _do_up(self, party: Party) -> None:
+        message, self.up[party] = self.up[party][0], self.up[party][1:]
+        self._hear(party, message)
+
+    def _do_repeat(self, party: Party) -> None:
+        self._hear(party, self.up[party][0])
+
+    def _do_lose(self, party: Party) -> None:
+        self.up[party] = self.up[party][1:]
+
+    def _do_swap(self, party: Party) -> None:
+        first, second, *rest = self.up[party]
+        self.up[party] = (second, first, *rest)
+
+    def _hear(self, party: Party, message: Proposal | Tokens) -> None:
+        if isinstance(message, Proposal):
+            line = self.scheduler.lines.get(party)
+            if line is not None and message.number < line.expected:
+                self.sometimes["repeated-proposal-answered"] += 1
+            self.perform(self.scheduler.propose(message, self.now))
+            return
+        blank = ("",) * len(message.tokens)
+        self.perform(
+            self.scheduler.tokens(
+                party,
+                message.request,
+                message.attempt,
+                first=message.first,
+                tokens=message.tokens,
+                texts=blank,
+                logprobs=(0.0,) * len(message.tokens),
+            )
+        )
+
+    def _do_down(self, party: Party) -> None:
+        item, self.down[party] = self.down[party][0], self.down[party][1:]
+        core = self.cores[party]
+        if hasattr(item, "entry"):
+            self.act(party, core.receive(item.position, item.entry, item.payload))
+            self.scheduler.acknowledge(party, core.position)
+            life = core.log.fleet.life(party.engine, party.incarnation)
+            if life is not None and life.lost is not None:
+                self.must_leave |= {party.engine}
+        else:
+            self.act(party, core.end_sync())
+
+    def _do_answer(self, party: Party) -> None:
+        item, self.answers[party] = self.answers[party][0], self.answers[party][1:]
+        core = self.cores[party]
+        self.act(party, core.answer(item.number, item.position, item.rule))
+
+    def _do_retransmit(self, party: Party) -> None:
+        self.repeat(party)
+
+    def _do_break(self, party: Party) -> None:
+        self.cut(party)
+
+    def _do_connect(self, party: Party) -> None:
+        self.connect(party)
+
+    def _do_flush(self) -> None:
+        self.durable = len(self.stored)
+        self.settle_durable()
+
+    # --- lives --------------------------------------------------------------------------------
+
+    def _do_crash(self) -> None:
+        lost = [entry for _, entry in self.stored[self.durable :]]
+        for entry in lost:
+            self.sometimes["lost-" + type(entry.event).__name__] += 1
+        self.judge_log()
+        del self.stored[self.durable :]
+        self._do_process_crash()
+
+    def _do_process_crash(self) -> None:
+        self.outcomes = ()
+        for party in self.cores:
+            self.cut(party)
+        for request, client in self.clients.items():
+            if client.told is None:
+                self.clients[request] = attrs.evolve(client, gone=True, ended=True)
+            elif self.logged_outcome(request) != client.told:
+                raise Found("answer-before-durable", f"{request} was told what the log forgot")
+        self.scheduler = self._new_scheduler()
+        self.perform(self.scheduler.resume(tuple(self.stored), self.now))
+
+    def _do_restart(self, engine: EngineId) -> None:
+        self.new_life(engine)
+
+    def _do_rejoin(self, engine: EngineId) -> None:
+        self.sometimes["rejoined"] += 1
+        self.new_life(engine)
+
+    def _do_declare_lost(self, engine: EngineId) -> None:
+        incarnation = self.incarnations[engine]
+        self.perform(self.scheduler.lose(engine, incarnation, LostCause.LEASE, self.now))
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _do_step(self, party: Party) -> None:
+        core = self.cores[party]
+        step = core.plan_step()
+        if step is None:
+            return
+        wrong: dict[RequestId, int] = {}
+        for part in step.slices:
+            if isinstance(part, DecodeSlice):
+                self._read(party, part, part.position, wrong)
+        self.steps[party] = (step, wrong)
+
+    def _read(self, party: Party, part: DecodeSlice, count: int, wrong: dict[RequestId, int]) -> None:
+        page = self.memory.read(self.cores[party], part, count)
+        if page is not None:
+            if not self.scenario.faults.get("lie"):
+                raise Found("isolation", f"{part.request}: page {page} bears a foreign header")
+            self.sometimes["isolation-detected"] += 1
+            wrong[part.request] = page
+
+    def _do_step_end(self, party: Party) -> None:
+        step, wrong = self.steps.pop(party)
+        if any(self._over(party, part.request, part.attempt) for part in step.slices):
+            self.sometimes["step-outlived-its-request"] += 1
+        if party in self.prefill_parties():
+            for part in step.slices:
+                if isinstance(part, PrefillSlice):
+                    self.memory.compute(self.cores[party], part)
+            self.act(party, self.prefill(party).step_ended(step))
+            return
+        self._decoded(party, step, wrong)
+
+    def _decoded(self, party: Party, step: Step, wrong: dict[RequestId, int]) -> None:
+        core = self.decode(party)
+        finished: dict[RequestId, Finished] = {}
+        failed: dict[RequestId, Failed] = {}
+        for part in step.slices:
+            assert isinstance(part, DecodeSlice)
+            self.memory.append(core, part)
+            self._read(party, part, part.position + 1, wrong)
+            if part.request in wrong:
+                page = wrong[part.request]
+                failed[part.request] = Failed(Cause.ISOLATION_VIOLATION, "header", page)
+                continue
+            message = Tokens(part.request, part.attempt, part.index, (part.position,))
+            if party in self.connected:
+                self.up[party] = (*self.up[party], message)
+            admitted = core.log.state(part.request).admitted
+            if admitted is not None and part.index + 1 >= admitted.new_tokens_max:
+                reads = count_reads(part, self.scenario.page_tokens)
+                finished[part.request] = Finished(
+                    FinishReason.LENGTH, part.index + 1, 1, b"", reads, reads, 0
+                )
+        self.act(party, core.step_ended(step, failed=failed, finished=finished))
+
+    def _do_step_fails(self, party: Party) -> None:
+        step, _ = self.steps.pop(party)
+        failed = {s.request: Failed(Cause.ENGINE_FAILED, "injected") for s in step.slices}
+        if party in self.prefill_parties():
+            self.act(party, self.prefill(party).step_ended(step, failed))
+        else:
+            self.act(party, self.decode(party).step_ended(step, failed=failed))
+
+    def _over(self, party: Party, request: RequestId, attempt: int) -> bool:
+        state = self.cores[party].log.state(request)
+        return state.phase not in LIVE or state.attempt != attempt
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def _do_verify(self, index: int) -> None:
+        party, asked = self.verifies[index]
+        self.verifies = self.verifies[:index] + self.verifies[index + 1 :]
+        core = self.decode(party)
+        total, result = 0, None
+        for reserved, tokens, _, digest in asked.writes:
+            pages, wrong = self.memory.verify(core, reserved, tokens, digest)
+            total += pages
+            if wrong is not None:
+                if not self.scenario.faults.get("lie"):
+                    raise Found("isolation", f"{asked.request}: page {wrong} fails its check")
+                result = Failed(Cause.ISOLATION_VIOLATION, "verify", wrong)
+        if result is None:
+            job = core.jobs.get(asked.request)
+            grants = tuple(r.grant for r in job.reserved) if job is not None else ()
+            named = tuple(dict.fromkeys(w[0].grant for w in asked.writes)) or grants
+            if not named:
+                result = Failed(Cause.ENGINE_FAILED, "nothing to verify")
+            else:
+                verified = Verified(named, total, total, total, "world")
+                self.act(party, core.verify_ended(asked.request, asked.attempt, verified))
+                return
+        self.act(party, core.verify_ended(asked.request, asked.attempt, result))
+
+    def _do_fenced(self, index: int) -> None:
+        party, fence = self.fences[index]
+        self.fences = self.fences[:index] + self.fences[index + 1 :]
+        self.refused |= {(fence.grant, fence.party)}
+        self.act(party, self.decode(party).fence_ended(fence.grant, fence.party))
+
+    def _do_land(self, party: Party, ticket: int) -> None:
+        write = self.writes[(party, ticket)]
+        post = write.post
+        owner = self.cores[post.grant.owner]
+        if self.scheduler.log.state(post.request).phase not in LIVE:
+            self.sometimes["landed-after-end"] += 1
+        if write.orphan:
+            self.sometimes["landed-from-a-dead-writer"] += 1
+        self.memory.land(owner, write)
+        self.writes[(party, ticket)] = attrs.evolve(write, landed=write.landed + 1)
+
+    def _do_reland(self, party: Party, ticket: int) -> None:
+        self._do_land(party, ticket)
+
+    def _do_lie(self, party: Party, ticket: int) -> None:
+        self._do_land(party, ticket)
+
+    def _end(self, key: Key, how: Posted) -> None:
+        write = self.writes.pop(key)
+        if write.doubted:
+            self.sometimes["doubt-resolved"] += 1
+        if how is Posted.DONE and self._may("lie"):
+            content = self.memory.content(write)
+            self.writes[key] = attrs.evolve(write, ended=True, content=content)
+        size, digest = self._count(write.post), self.digests.pop(key)
+        core = self.prefill(key[0])
+        self.act(key[0], core.post_ended(key[1], how, size_bytes=size, digest=digest))
+
+    @staticmethod
+    def _count(post: Post) -> int:
+        return max(1, post.tokens.count)
+
+    def _do_done(self, party: Party, ticket: int) -> None:
+        self._end((party, ticket), Posted.DONE)
+
+    def _do_failed(self, party: Party, ticket: int) -> None:
+        self._end((party, ticket), Posted.FAILED)
+
+    def _do_fail(self, party: Party, ticket: int) -> None:
+        self._end((party, ticket), Posted.FAILED)
+
+    def _do_doubt(self, party: Party, ticket: int) -> None:
+        self.writes[(party, ticket)] = attrs.evolve(self.writes[(party, ticket)], doubted=True)
+        self.act(party, self.prefill(party).post_ended(ticket, Posted.IN_DOUBT))
+
+    def _do_hang(self, party: Party, ticket: int) -> None:
+        self._do_doubt(party, ticket)
+        self.writes[(party, ticket)] = attrs.evolve(self.writes[(party, ticket)], silent=True)

@@ -1,0 +1,229 @@
+"""What must hold of a world at every moment, and at its end; its copies and its keys.
+
+Owns: the oracles that look at books and logs together, `copy` and `key`, the calm end.
+Must not know: which action led here.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import attrs
+
+from engine.world_memory import numbers
+from engine.world_shells import PREFILL, Shells
+from engine.world_values import Action, Found
+from lifecycle.events import Aborted, Finished, Rejected
+from lifecycle.history import History
+from lifecycle.ids import Party, RequestId, mask_of
+from lifecycle.replay import replay
+from lifecycle.state import OPEN, Phase, Settlement
+
+CALM_STEPS_MAX = 5_000
+
+
+class Checks(Shells):
+    """A world's oracles beside its memory."""
+
+    def prefill_parties(self) -> tuple[Party, ...]:
+        """Ranks of the present prefill life."""
+        return self.parties(PREFILL)
+
+    def enabled(self) -> tuple[Action, ...]:
+        """Everything that can happen now."""
+        raise NotImplementedError
+
+    def step(self, action: Action) -> None:
+        """Do one thing."""
+        raise NotImplementedError
+
+    def next_deadline(self) -> int | None:
+        """The first moment at which time alone changes something."""
+        raise NotImplementedError
+
+    # --- always -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Books agree: what the log says is held is never free, and nothing is held twice."""
+        ledger = self.scheduler.log.ledger
+        for party, core in self.cores.items():
+            held = 0
+            for holding in core.holdings.values():
+                pages = mask_of(holding.reserved.pages)
+                if held & pages:
+                    raise Found("two-owners", f"{party} granted a page twice")
+                held |= pages
+            if held.bit_count() != core.allocator.held:
+                raise Found("conservation", f"{party} holds {held:b}, {core.allocator.free} free")
+            account = ledger.get(party)
+            if account is not None and (account.held | account.quarantined) & ~held:
+                raise Found("freed-but-held", f"{party} gave pages back that the log says are held")
+
+    def judge_log(self) -> None:
+        """The log replays clean under every rule."""
+        report = replay(self.stored)
+        for finding in report.findings:
+            if finding.violation.rule != "bounded":
+                violation = finding.violation
+                raise Found("replay", f"{violation.guard}: {violation.message}", rule=violation.rule)
+
+    def broken_rule(self) -> str:
+        """The first rule that the log breaks, or nothing."""
+        findings = replay(self.stored).findings
+        return findings[0].violation.rule if findings else ""
+
+    def logged_outcome(self, request: RequestId) -> object:
+        """What the log says that the client was told."""
+        for _, entry in self.stored:
+            if entry.request == request and isinstance(entry.event, Finished | Aborted | Rejected):
+                return entry.event
+        return None
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def calm(self) -> None:
+        """No more faults: let everything come to rest, and see that nothing is left over."""
+        self.budget = dict.fromkeys(self.budget, 0)
+        self.asked = len(self.scenario.asked)
+        idle_rounds = 0
+        for turn in range(CALM_STEPS_MAX):
+            actions = [a for a in self.enabled() if a[0] != "retransmit"]
+            if actions:
+                self.step(actions[turn % len(actions)])
+                continue
+            again = [a for a in self.enabled() if a[0] == "retransmit"]
+            if again and idle_rounds < 2:
+                idle_rounds += 1
+                for action in again:
+                    self.step(action)
+                continue
+            if self.next_deadline() is None:
+                self._at_rest()
+                return
+            idle_rounds = 0
+            self._wait_out()
+        raise Found("never-quiet", f"still moving after {CALM_STEPS_MAX} actions: {actions[:4]}")
+
+    def _wait_out(self) -> None:
+        """Time passes. In a calm world nobody should have to wait for a deadline, unless ..."""
+        silent = any(w.silent or w.orphan for w in self.writes.values()) or any(
+            party not in self.cores
+            for state in self.scheduler.log.requests.values()
+            for grant in state.unsettled
+            for party in grant.undrained
+        )
+        quarantined = any(a.quarantined for a in self.scheduler.log.ledger.values())
+        open_states = [s for s in self.scheduler.log.requests.values() if s.phase in OPEN]
+        waiting = bool(open_states) or bool(self.scheduler.queue.waiting())
+        settling = any(s.unsettled for s in self.scheduler.log.requests.values())
+        if waiting and not settling and not silent and not quarantined:
+            names = [f"{s.request} {s.label()}" for s in open_states]
+            raise Found("stuck", f"only a deadline ends {names or 'the queue'}", rule="bounded")
+        if not waiting and not silent and settling:
+            held = [str(g.id) for s in self.scheduler.log.requests.values() for g in s.unsettled]
+            raise Found("stuck", f"only a deadline settles {held}", rule="bounded")
+        self.sometimes["waited-out"] += 1
+        self.step(("tick",))
+
+    def _at_rest(self) -> None:
+        self.judge_log()
+        log = self.scheduler.log
+        for state in log.requests.values():
+            if state.phase not in {Phase.CLOSED, Phase.REJECTED}:
+                raise Found("not-closed", f"{state.request} rests in {state.phase.value}")
+        if self.scheduler.queue.waiting():
+            raise Found("not-closed", "somebody still waits in the queue")
+        for request, client in self.clients.items():
+            if client.told is None and not client.gone:
+                raise Found("unanswered", f"{request} was never answered")
+            if client.told is not None and self.logged_outcome(request) != client.told:
+                raise Found("answer-before-durable", f"{request}: {client.told} is not in the log")
+        self._all_home()
+        self._same_as_replayed()
+
+    def _all_home(self) -> None:
+        for party, core in self.cores.items():
+            account = self.scheduler.log.ledger[party]
+            held = 0
+            for holding in core.holdings.values():
+                held |= mask_of(holding.reserved.pages)
+            if account.held or account.booked or account.quarantined != held:
+                raise Found(
+                    "leak", f"{party}: log {account.held:b} held, {account.quarantined:b} "
+                    f"quarantined, {account.booked} booked; engine {held:b}",
+                    rule="conservation",
+                )
+            if core.outstanding or core.jobs:
+                raise Found("leak", f"{party} keeps {core.outstanding or core.jobs}")
+            if party.engine == PREFILL:
+                staged = {
+                    n
+                    for w in self.writes.values()
+                    if w.party == party and not w.ended
+                    for n in numbers(w.post.staging)
+                }
+                if self.prefill(party).staging.held != len(staged):
+                    raise Found("leak", f"{party} keeps staging", rule="conservation")
+                left = self.prefill(party)
+                if (left.reports or left.posted) and not staged:
+                    raise Found("leak", f"{party} keeps {left.reports} {left.posted}")
+
+    def _same_as_replayed(self) -> None:
+        fresh = History()
+        for _, entry in self.stored:
+            fresh.apply(entry)
+        log = self.scheduler.log
+        live = {r: s for r, s in fresh.requests.items() if r in log.requests}
+        if live != log.requests or fresh.ledger != log.ledger or fresh.fleet != log.fleet:
+            raise Found("replay-differs", "the replayed log is not the live state")
+        for request, state in fresh.requests.items():
+            if request not in log.requests and any(
+                g.settlement is not Settlement.RELEASED for g in state.grants
+            ):
+                raise Found("forgotten", f"{request} was forgotten with pages in quarantine")
+
+    # --- copies and keys ----------------------------------------------------------------------
+
+    def copy(self) -> Self:
+        """An independent copy."""
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.stored = list(self.stored)
+        other.memory = self.memory.copy()
+        other.mints = {party: mint.copy() for party, mint in self.mints.items()}
+        other.cores = {p: core.copy(other.mints[p]) for p, core in self.cores.items()}
+        other.scheduler = self.scheduler.copy()
+        for name in (
+            "incarnations", "up", "publishes", "down", "answers", "clients", "writes",
+            "digests", "steps", "budget",
+        ):
+            setattr(other, name, dict(getattr(self, name)))
+        other.sometimes = self.sometimes.copy()
+        return other
+
+    def key(self) -> tuple[object, ...]:
+        """A hashable value: equal keys mean that the same things can happen from here."""
+        return (
+            tuple(self.stored),
+            self.durable,
+            self.now,
+            self.memory.key(),
+            tuple(core.key() for core in self.cores.values()),
+            self.scheduler.key(),
+            self.connected,
+            tuple(self.up.items()),
+            tuple(self.publishes.items()),
+            tuple(self.down.items()),
+            tuple(self.answers.items()),
+            self.outcomes,
+            tuple(self.clients.items()),
+            frozenset(self.writes.items()),
+            tuple((p, s.number, tuple(w)) for p, (s, w) in self.steps.items()),
+            self.verifies,
+            self.fences,
+            self.exposed,
+            self.refused,
+            self.must_leave,
+            tuple(self.budget.items()),
+            self.asked,
+        )

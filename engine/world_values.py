@@ -1,0 +1,138 @@
+"""What a world is made of: its scenario, its findings, and what its clients saw.
+
+Owns: plain values.
+Must not know: how a world moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import attrs
+
+from engine.decode import DecodeCore
+from engine.prefill import PrefillCore
+from engine.scheduler import Scheduler
+from lifecycle.events import FenceScope, Finished
+from lifecycle.ids import Party, RequestId
+
+Action = tuple[str, *tuple[object, ...]]
+"""What can happen next: a name, and whom it concerns."""
+
+
+class Found(Exception):  # noqa: N818 - a finding is what a search looks for, not an error of ours
+    """An oracle saw what must never be; `name` is the oracle's."""
+
+    def __init__(self, name: str, message: str, *, rule: str = "") -> None:
+        super().__init__(f"{name}: {message}")
+        self.name = name
+        self.message = message
+        self.rule = rule
+
+
+@attrs.frozen
+class Asked:
+    """One request of the scenario: prompt tokens, new tokens, and how long it may take."""
+
+    prompt_tokens: int
+    new_tokens: int
+    deadline_ns: int = 1_000
+
+
+FAULTS = (
+    "lose",
+    "repeat",
+    "swap",
+    "break",
+    "crash",
+    "process-crash",
+    "cancel",
+    "tick",
+    "doubt",
+    "fail",
+    "reland",
+    "lie",
+    "restart",
+    "declare-lost",
+    "step-fails",
+)
+"""Kinds of faults that a run has a budget for, in a fixed order."""
+
+
+@attrs.frozen
+class Scenario:
+    """A small world: what is asked of it, how large it is, and how often each fault may come.
+
+    `placing`: the receiver places bytes, refuses unexposed grants, and can fence one.
+    `eager`: actions that happen by themselves as soon as they can, so that fewer orders remain.
+    """
+
+    asked: tuple[Asked, ...] = (Asked(4, 2), Asked(4, 2))
+    ranks: int = 2
+    page_tokens: int = 2
+    prefill_pages: int = 4
+    decode_pages: int = 4
+    staging: int = 2
+    chunk_tokens: int = 2
+    growth_tokens: int = 1
+    attempts_max: int = 2
+    slots: int = 4
+    placing: bool = False
+    faults: Mapping[str, int] = attrs.Factory(dict)
+    eager: frozenset[str] = frozenset()
+    scheduler: Callable[..., Scheduler] = Scheduler
+    prefill: Callable[..., PrefillCore] = PrefillCore
+    decode: Callable[..., DecodeCore] = DecodeCore
+    epochs_repeat: bool = False
+    """A broken store that gives every life the same epoch."""
+
+    @property
+    def fence_scope(self) -> FenceScope:
+        """What the owner's data plane can prove."""
+        return FenceScope.GRANT if self.placing else FenceScope.NONE
+
+
+@attrs.frozen
+class Client:
+    """What one client knows: its tokens, whether its request has ended, and what it was told."""
+
+    asked: Asked
+    epoch: int
+    got: int = 0
+    ended: bool = False
+    told: object = None
+    gone: bool = False
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it was told success."""
+        return isinstance(self.told, Finished)
+
+
+@attrs.frozen
+class Tokens:
+    """Tokens on an engine's stream, outside the log."""
+
+    request: RequestId
+    attempt: int
+    first: int
+    tokens: tuple[int, ...]
+
+
+class Mint:
+    """Tags that are a function of the party and a count, so that equal paths meet again."""
+
+    def __init__(self, party: Party, count: int = 0) -> None:
+        """Tags of one life of one rank."""
+        self.party = party
+        self.count = count
+
+    def __call__(self) -> int:
+        """The next tag; never 0."""
+        self.count += 1
+        engine = int.from_bytes(self.party.engine.encode()[:2], "big")
+        return ((engine * 64 + self.party.incarnation) * 8 + self.party.rank) * 4096 + self.count
+
+    def copy(self) -> Mint:
+        """One that goes on from the same count."""
+        return Mint(self.party, self.count)
