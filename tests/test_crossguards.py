@@ -39,7 +39,7 @@ Case = Callable[[], tuple[Log, Entry]]
 LOST_DECODE = Lost(DECODE.engine, DECODE.incarnation, LostCause.LEASE)
 
 
-def _judged(build: hand.Builder, event: Event, *, **how: Any) -> Case:
+def _judged(build: hand.Builder, event: Event, **how: Any) -> Case:
     def case() -> tuple[Log, Entry]:
         log = build(Log())
         return log, log.entry(event, **how)
