@@ -21,6 +21,7 @@ from cyclopts.config import Env
 
 from transport import commands_log, commands_run, commands_use
 from transport.commands_shared import (
+    DASH,
     EXIT_FAILED,
     EXIT_OK,
     EXIT_REFUSED,
@@ -134,8 +135,9 @@ def launch(
 def run(tokens: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     try:
+        dashed = [DASH if token == "-" else token for token in tokens]
         result = app.meta(
-            tokens, exit_on_error=False, print_error=False, result_action="return_value"
+            dashed, exit_on_error=False, print_error=False, result_action="return_value"
         )
         sys.stdout.flush()
     except (CycloptsError, InvalidSetting, UsageError) as error:

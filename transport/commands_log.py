@@ -22,6 +22,7 @@ from transport.commands_shared import (
     Switch,
     UsageError,
     console,
+    is_standard,
     note,
     say,
     say_json,
@@ -113,7 +114,7 @@ def export(
     from transport.jsonlines import write_jsonlines
 
     entries, complete = _whole(scheduler=scheduler, log=log)
-    if output is None or str(output) == "-":
+    if output is None or is_standard(output):
         write_jsonlines(sys.stdout, entries, complete=complete)
         sys.stdout.flush()
     else:
@@ -156,7 +157,7 @@ def replay(file: Path, /, *, json: Json = False) -> int:
     from transport import render
     from transport.jsonlines import read_jsonlines, read_log
 
-    log = read_jsonlines(sys.stdin.buffer) if str(file) == "-" else read_log(file)
+    log = read_jsonlines(sys.stdin.buffer) if is_standard(file) else read_log(file)
     report = replay_entries((one.position, one.entry) for one in log.entries)
     if json:
         say_json(render.replay_object(log, report))

@@ -28,6 +28,8 @@ EXIT_UNREADABLE = 5
 EXIT_SIGNAL = 128
 DEFAULT_SCHEDULER = f"{LOOPBACK}:{SCHEDULER_PORT}"
 PLAIN_COLUMNS = 120
+DASH = "\0-"
+"""What stands for a lone "-" while arguments are parsed, which would be taken for a flag."""
 
 Json = Annotated[bool, Parameter(negative="")]
 """Whether data is printed as JSON."""
@@ -41,6 +43,16 @@ SchedulerAddress = Annotated[str, Parameter(name="--scheduler")]
 
 class UsageError(Exception):
     """The arguments make no sense together."""
+
+
+def undashed(text: str) -> str:
+    """The text that the user wrote."""
+    return "-" if text == DASH else text
+
+
+def is_standard(name: object) -> bool:
+    """Whether a file's name means standard input or output."""
+    return str(name) in (DASH, "-")
 
 
 def say(text: str = "") -> None:

@@ -20,10 +20,12 @@ from transport.commands_shared import (
     SchedulerAddress,
     Switch,
     UsageError,
+    is_standard,
     note,
     say,
     say_json,
     say_message,
+    undashed,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def sampling_message(options: SamplingOptions) -> Sampling:
             top_p=options.top_p,
             top_k=options.top_k,
             seed=options.seed,
-            stop_strings=options.stop,
+            stop_strings=[undashed(text) for text in options.stop],
             stop_token_ids=options.stop_token_id,
             logprobs=True if options.logprobs else None,
             ignore_eos=True if options.ignore_eos else None,
@@ -80,7 +82,7 @@ def sampling_message(options: SamplingOptions) -> Sampling:
 
 
 def _prompt(given: str | None) -> str:
-    if given is not None and given != "-":
+    if given is not None and not is_standard(given):
         return given
     if given is None and sys.stdin.isatty():
         raise UsageError("no prompt: give one, or send it to standard input")
@@ -101,7 +103,9 @@ def request_message(
             raise UsageError(f"--token-ids: {error}") from error
         return GenerateRequest(token_ids=ids, sampling=sampling)
     if chat:
-        messages = [ChatMessage(role="system", content=system)] if system is not None else []
+        messages = (
+            [ChatMessage(role="system", content=undashed(system))] if system is not None else []
+        )
         messages.append(ChatMessage(role="user", content=prompt))
         return GenerateRequest(chat=ChatMessages(messages=messages), sampling=sampling)
     return GenerateRequest(text=prompt, sampling=sampling)

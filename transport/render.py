@@ -37,7 +37,7 @@ from lifecycle.events import (
     Transferred,
     Verified,
 )
-from lifecycle.ids import GrantId, PageRange, Party, count_pages
+from lifecycle.ids import GrantId, PageRange, Party, TokenRange, count_pages
 from lifecycle.replay import Finding, Report
 from lifecycle.rules import RULES
 from transport.jsonlines import LogFile
@@ -74,6 +74,12 @@ def _pages(pages: Sequence[PageRange]) -> str:
     return f"page{'' if count_pages(pages) == 1 else 's'} {', '.join(spans)}"
 
 
+def _tokens(tokens: TokenRange) -> str:
+    if tokens.count < 2:
+        return f"token {tokens.start}" if tokens.count else "no token"
+    return f"tokens {tokens.start} to {tokens.stop - 1}"
+
+
 def _parties(parties: Sequence[Party]) -> str:
     return ", ".join(_party(party) for party in parties)
 
@@ -104,7 +110,7 @@ def _request_sentence(entry: Entry, event: RequestEvent) -> str:
             return _reserved(event)
         case Transferred():
             return (
-                f"Tokens {event.tokens.start} to {event.tokens.stop - 1} are written into "
+                f"The KV of {_tokens(event.tokens)} is written into "
                 f"{_grant(event.grant)}, {_pages(event.pages)}: {event.size_bytes} bytes, computed "
                 f"by step {event.step}."
             )
@@ -144,8 +150,8 @@ def _reserved(event: Reserved) -> str:
         Purpose.GROWTH: "where the answer grows",
     }[event.purpose]
     return (
-        f"{_grant(event.grant)} holds {_pages(event.pages)} for tokens {event.tokens.start} to "
-        f"{event.tokens.stop - 1}, {purpose}, tag {event.tag:016x}; it {let_in}."
+        f"Grant {_party(event.grant.owner)}:{event.grant.serial} holds {_pages(event.pages)} for "
+        f"{_tokens(event.tokens)}, {purpose}, tag {event.tag:016x}; it {let_in}."
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -172,10 +173,20 @@ class _Deployment:
             self.kill(child)
             await child.ended.wait()
             return False
+        if child.process.returncode == -signal.SIGTERM and not child.ready.is_set():
+            # It was still starting and had nothing to settle.
+            return True
         if child.process.returncode != 0:
             self._complain(f"{child.name} ended {exit_text(child.process.returncode)}")
             return False
         return True
+
+    async def bury(self) -> None:
+        """Nobody is left behind, also when the end was cut short."""
+        for child in self.children:
+            self.kill(child)
+        for child in self.children:
+            await child.process.aclose()
 
     def kill(self, child: _Child) -> None:
         with suppress(ProcessLookupError):
@@ -202,11 +213,9 @@ async def supervise(
                 run.start_soon(_cancel_when, deployment.failed, run.cancel_scope)
                 await _bring_up(deployment, parts, ready)
             clean = await deployment.end(drain_seconds=parts.scheduler.drain_seconds)
-        except BaseException:
-            # Cut short: nobody is left behind.
-            for child in deployment.children:
-                deployment.kill(child)
-            raise
+        finally:
+            with anyio.CancelScope(shield=True):
+                await deployment.bury()
     return 0 if clean and not deployment.failed.is_set() else 1
 
 
