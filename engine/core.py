@@ -243,7 +243,8 @@ class EngineCore(Generic[JobT]):
         if not self.syncing:
             names: Iterable[RequestId]
             if request is None:
-                names = [n for n in {**self.jobs, **self.log.requests} if n != FLEET]
+                held = dict.fromkeys(h.request for h in self.holdings.values())
+                names = [n for n in {**held, **self.jobs, **self.log.requests} if n != FLEET]
             else:
                 names = [request, *self.waiting]
             for name in names:

@@ -19,6 +19,9 @@ from engine.world import World
 from engine.world_values import FAULTS, Action, Found, Scenario
 
 
+FAULT_KINDS = frozenset(FAULTS)
+
+
 @attrs.frozen
 class Trace:
     """One run that found something: its seed, the scenario, the actions, and the finding."""
@@ -59,16 +62,13 @@ def walk(scenario: Scenario, seed: int, *, steps: int = 250, worlds: Callable[[S
     world = worlds(drawn)
     actions: list[Action] = []
     calm = False
-    weight = chance.choice((1.0, 0.3, 0.1, 0.03))
+    weight = chance.choice((0.3, 0.1, 0.03, 0.01))
     try:
         for _ in range(steps):
             possible = world.enabled()
             if not possible:
                 break
-            common = [a for a in possible if a[0] not in faults]
-            if common and chance.random() > weight:
-                possible = tuple(common)
-            action = chance.choice(possible)
+            action = _draw(chance, possible, weight)
             actions.append(action)
             world.step(action)
         calm = True
@@ -77,6 +77,18 @@ def walk(scenario: Scenario, seed: int, *, steps: int = 250, worlds: Callable[[S
         rule = found.rule or world.broken_rule()
         return world, Trace(seed, drawn, tuple(actions), calm, found, rule), len(actions)
     return world, None, len(actions)
+
+
+def _draw(chance: random.Random, possible: tuple[Action, ...], weight: float) -> Action:
+    """An action: a fault with that probability, and then each kind of fault alike."""
+    common = [a for a in possible if a[0] not in FAULT_KINDS]
+    if common and chance.random() > weight:
+        return chance.choice(common)
+    kinds = sorted({a[0] for a in possible if a[0] in FAULT_KINDS})
+    if not kinds:
+        return chance.choice(common)
+    kind = chance.choice(kinds)
+    return chance.choice([a for a in possible if a[0] == kind])
 
 
 def explore(

@@ -308,8 +308,11 @@ class PrefillCore(EngineCore[PrefillJob]):
         self.effects.append(post)
 
     def _release_source(self, state: RequestState, job: PrefillJob) -> None:
-        """Give the source pages back as soon as every share of this rank has been written."""
-        if job.source is None:
+        """Give the source pages back as soon as every share of this rank has been written.
+
+        A rank whose share is written may still have to compute what others write.
+        """
+        if job.source is None or job.computed < self._wanted(job):
             return
         source = state.grant(job.source.grant)
         destinations = state.current(Purpose.DESTINATION)
@@ -339,6 +342,13 @@ class PrefillCore(EngineCore[PrefillJob]):
             job = self.jobs.get(proposal.request)
             if job is not None:
                 self.fail(job, Failed(Cause.TRANSFER_FAILED, f"a transfer broke {rule}"))
+
+    def end_sync(self) -> list[EngineEffect]:
+        """As the base class says; what was posted for grants that the log forgot is forgotten."""
+        known = {g.id for state in self.log.requests.values() for g in state.grants}
+        self.reports = {k: r for k, r in self.reports.items() if k[0] in known}
+        self.posted = {k: n for k, n in self.posted.items() if k in known or self._writing(k)}
+        return super().end_sync()
 
     def _orphaned(self, job: PrefillJob) -> None:
         job.failed = True

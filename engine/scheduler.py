@@ -112,17 +112,32 @@ class Scheduler(Judge):
         line = self.lines.get(party)
         if line is None or epoch != self.epoch:
             self.lines[party] = Line(expected=next_number)
-        named = (party.engine, party.incarnation)
         due = [
             (at, entry)
             for request, log in self.entries.items()
             for at, entry in log
-            if at > cursor and (request == FLEET or named in self._concerned(request))
+            if at > self._seen(party, request, cursor)
         ]
         for at, entry in sorted(due, key=lambda pair: pair[0]):
             self._publish(party, at, entry)
         self.effects.append(Synced(party))
         return self._done()
+
+    def _seen(self, party: Party, request: RequestId, cursor: int) -> int:
+        """Up to where a rank with that cursor has a request's log.
+
+        Who joined at a later attempt was shown older entries just before that `Admitted`: until
+        it has that, it may lack any of them, though its cursor is beyond them.
+        """
+        if request == FLEET:
+            return cursor
+        named = (party.engine, party.incarnation)
+        for at, entry in self.entries[request]:
+            if isinstance(entry.event, Admitted):
+                legs = (entry.event.prefill, entry.event.decode)
+                if named in [(leg.engine, leg.incarnation) for leg in legs]:
+                    return cursor if cursor >= at else 0
+        return self.position
 
     def lose(
         self, engine: EngineId, incarnation: int, cause: LostCause, now_ns: int

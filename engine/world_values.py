@@ -49,6 +49,7 @@ FAULTS = (
     "cancel",
     "tick",
     "doubt",
+    "hang",
     "fail",
     "reland",
     "lie",
