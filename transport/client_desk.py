@@ -1,0 +1,376 @@
+"""The clients as the scheduler's owner task sees them: who waits for which request.
+
+Owns: readers of open requests, what they were sent, idempotency keys.
+Must not know: gRPC calls, tokenizers; the core decides.
+
+Everything here is called by the owner task and never waits.
+An outcome is told once the store holds it durably; tokens are kept until the request is closed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+import attrs
+import structlog
+
+from engine.digests import commitment
+from engine.effects import Payload, Publish, TellAdmitted, TellOutcome, TellTokens
+from lifecycle.events import Aborted, Admitted, Cause, Finished, RejectCode, Rejected
+from lifecycle.ids import Party, RequestId
+from lifecycle.state import Phase
+from transport import refusals
+from transport.codec_values import FINISH_REASONS
+from transport.mailbox import Mailbox
+from transport.pb import fleet_pb2, generation_pb2
+from transport.refusals import Refusal
+
+if TYPE_CHECKING:
+    from transport.scheduler_owner import SchedulerOwner
+
+KEYS_MAX = 4096
+"""Idempotency keys that are remembered after their requests have been answered."""
+
+_log = structlog.get_logger("custody.clients")
+
+Step = generation_pb2.GenerateResponse | Refusal
+Reader = Mailbox[Step]
+Key = tuple[str, str]
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """A request that can be decided on: tokenised, its sampling validated and filled in."""
+
+    tokens: tuple[int, ...]
+    sampling: generation_pb2.Sampling
+    new_tokens_max: int
+    deadline_ns: int
+    asked_ns: int
+    tenant: str
+    key: str = ""
+    body: bytes = b""
+
+
+@attrs.define(eq=False)
+class Record:
+    """One request and those who read its answer."""
+
+    request: RequestId
+    asked_ns: int
+    deadline_ns: int
+    key: Key | None = None
+    field: str = ""
+    prompt_tokens: int = 0
+    readers: list[Reader] = attrs.Factory(list)
+    admission: generation_pb2.GenerateResponse | None = None
+    chunks: list[generation_pb2.GenerateResponse] = attrs.Factory(list)
+    tokens: int = 0
+    attempts: int = 0
+    first_token_ns: int = 0
+    stop_string: str = ""
+    stop_token: int | None = None
+    end: Step | None = None
+    closed: bool = False
+
+
+class ClientDesk:
+    """Requests by id while anybody may still read them."""
+
+    def __init__(
+        self,
+        owner: SchedulerOwner,
+        *,
+        digest_key: bytes,
+        tenant_salt: bytes,
+        reader_tokens_max: int,
+    ) -> None:
+        self.owner = owner
+        self.reader_tokens_max = reader_tokens_max
+        self._digest_key = digest_key
+        self._tenant_salt = tenant_salt
+        self._records: dict[RequestId, Record] = {}
+        self._of_reader: dict[Reader, Record] = {}
+        self._keys: OrderedDict[Key, tuple[bytes, RequestId]] = OrderedDict()
+        self._admissions: deque[tuple[int, TellAdmitted]] = deque()
+        self._outcomes: deque[TellOutcome] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a client has not been told its outcome yet."""
+        return bool(self._outcomes)
+
+    # --- from clients -------------------------------------------------------------------------
+
+    def submit(self, reader: Reader, asked: Asked) -> None:
+        """Decide on a request, or attach to the one of the same key."""
+        owner = self.owner
+        if asked.key and self._attach(reader, asked):
+            return
+        if owner.journal.failure is not None:
+            reader.close(refusals.log_unavailable(owner.journal.failure))
+            return
+        request = owner.core.mint()
+        record = Record(request, asked.asked_ns, asked.deadline_ns, prompt_tokens=len(asked.tokens))
+        if asked.key:
+            record.key = (asked.tenant, asked.key)
+            self._keys[record.key] = (asked.body, request)
+            self._forget_keys()
+        self._enter(record, reader)
+        effects = owner.core.submit(
+            request,
+            tenant=commitment(self._tenant_salt, asked.tenant),
+            payload=Payload(asked.tokens, 0, asked.sampling),
+            new_tokens_max=asked.new_tokens_max,
+            deadline_ns=asked.deadline_ns,
+            now_ns=owner.now(),
+        )
+        owner.perform(effects)
+
+    def refuse(self, reader: Reader, *, tenant: str, field: str, reason: str) -> None:
+        """Reject what never became a prompt; the refusal stands in the log as well."""
+        owner = self.owner
+        if owner.journal.failure is not None:
+            reader.close(refusals.log_unavailable(owner.journal.failure))
+            return
+        now_ns = owner.now()
+        record = Record(owner.core.mint(), now_ns, now_ns, field=field)
+        self._enter(record, reader)
+        # While no new requests are taken, that is the answer to every request.
+        code = RejectCode.INVALID_REQUEST if owner.core.accepting else RejectCode.DRAINING
+        effects = owner.core.refuse(
+            record.request,
+            tenant=commitment(self._tenant_salt, tenant),
+            code=code,
+            reason=reason,
+            now_ns=now_ns,
+        )
+        owner.perform(effects)
+
+    def leave(self, reader: Reader, cause: Cause) -> None:
+        """A reader is gone; a request that nobody reads is ended for that cause."""
+        record = self._of_reader.pop(reader, None)
+        if record is None:
+            return
+        record.readers.remove(reader)
+        if record.end is None and not record.readers:
+            owner = self.owner
+            owner.perform(owner.core.cancel(record.request, cause, "client", owner.now()))
+
+    def _enter(self, record: Record, reader: Reader) -> None:
+        self._records[record.request] = record
+        record.readers.append(reader)
+        self._of_reader[reader] = record
+
+    def _attach(self, reader: Reader, asked: Asked) -> bool:
+        """Answer from the request of the same key; False when there is none to speak of."""
+        known = self._keys.get((asked.tenant, asked.key))
+        if known is None:
+            return False
+        body, request = known
+        record = self._records.get(request)
+        if body != asked.body or record is None:
+            reader.close(refusals.key_reused(asked.key, request, answered=body == asked.body))
+            return True
+        record.readers.append(reader)
+        self._of_reader[reader] = record
+        if record.admission is not None:
+            reader.put(record.admission, 0)
+        for chunk in record.chunks:
+            # What is repeated is in memory anyway, so it does not count as falling behind.
+            reader.put(chunk, 0)
+        if record.end is not None:
+            self._finish(record, reader)
+        return True
+
+    def _forget_keys(self) -> None:
+        for key, (_, request) in tuple(self._keys.items()):
+            if len(self._keys) <= KEYS_MAX:
+                return
+            if request not in self._records:
+                del self._keys[key]
+
+    # --- from engines -------------------------------------------------------------------------
+
+    def relay(self, party: Party, batch: fleet_pb2.TokenBatch) -> None:
+        """Hand an engine's new tokens to the core. Raises ValueError for a malformed batch."""
+        tokens, texts, logprobs = batch.token_ids, batch.texts, batch.logprobs
+        if len(texts) != len(tokens) or len(logprobs) not in {0, len(tokens)}:
+            raise ValueError(
+                f"{len(tokens)} tokens came with {len(texts)} texts and {len(logprobs)} logprobs"
+            )
+        core = self.owner.core
+        request = RequestId(batch.request)
+        effects = core.tokens(
+            party,
+            request,
+            batch.attempt,
+            first=batch.first_index,
+            tokens=tuple(tokens),
+            texts=tuple(texts),
+            logprobs=tuple(logprobs),
+        )
+        record, state = self._records.get(request), core.log.state(request)
+        if record is not None and effects and state.attempt == batch.attempt:
+            match batch.WhichOneof("matched_stop"):
+                case "stop_string":
+                    record.stop_string = batch.stop_string
+                case "stop_token_id":
+                    record.stop_token = batch.stop_token_id
+                case None:
+                    pass
+        self.owner.perform(effects)
+
+    def payload(self, effect: Publish) -> fleet_pb2.Payload:
+        """What travels beside an admission."""
+        payload, event = effect.payload, effect.entry.event
+        message = fleet_pb2.Payload(digest_key=self._digest_key)
+        if payload is None or not isinstance(event, Admitted):
+            return message
+        message.prompt_token_ids.extend(payload.tokens)
+        message.relayed_tokens = payload.relayed
+        if isinstance(payload.sampling, generation_pb2.Sampling):
+            message.sampling.CopyFrom(payload.sampling)
+        message.sampling.new_tokens_max = event.new_tokens_max
+        return message
+
+    # --- from the core ------------------------------------------------------------------------
+
+    def admitted(self, effect: TellAdmitted) -> None:
+        """Tell the client once the admission is appended."""
+        self._admissions.append((self.owner.core.position, effect))
+        self.release()
+
+    def tokens(self, effect: TellTokens) -> None:
+        """Pass tokens on to every reader that keeps up."""
+        record = self._records.get(effect.request)
+        if record is None:
+            return
+        if not record.first_token_ns:
+            record.first_token_ns = self.owner.now()
+        chunk = generation_pb2.Chunk(
+            first_index=effect.first,
+            token_ids=effect.tokens,
+            text="".join(effect.texts),
+            logprobs=effect.logprobs,
+        )
+        step = generation_pb2.GenerateResponse(chunk=chunk)
+        record.chunks.append(step)
+        record.tokens = effect.first + len(effect.tokens)
+        for reader in tuple(record.readers):
+            if not reader.put(step, len(effect.tokens)):
+                self._cut(record, reader)
+
+    def outcome(self, effect: TellOutcome) -> None:
+        """Tell the client once its end is durable."""
+        self._outcomes.append(effect)
+        self.owner.journal.want(effect.durable)
+        self.release()
+
+    def closed(self, request: RequestId) -> None:
+        """The request is settled and forgotten by the core."""
+        record = self._records.get(request)
+        if record is not None:
+            record.closed = True
+            self._forget(record)
+
+    def release(self) -> None:
+        """More is appended or durable: tell those who waited for it."""
+        journal = self.owner.journal
+        while self._admissions and self._admissions[0][0] <= journal.appended:
+            self._tell_admitted(self._admissions.popleft()[1])
+        while self._outcomes and self._outcomes[0].durable <= journal.durable:
+            self._tell_outcome(self._outcomes.popleft())
+
+    def tick(self, now_ns: int) -> None:
+        """An outcome that cannot become durable is no outcome once its deadline has passed."""
+        failure = self.owner.journal.failure
+        if failure is None:
+            return
+        for effect in self._outcomes:
+            record = self._records.get(effect.request)
+            if record is not None and record.end is None and now_ns >= record.deadline_ns:
+                record.end = refusals.log_unavailable(failure, request=record.request)
+                self._finish_all(record)
+
+    # --- to readers ---------------------------------------------------------------------------
+
+    def _tell_admitted(self, effect: TellAdmitted) -> None:
+        record = self._records.get(effect.request)
+        if record is None:
+            return
+        record.attempts = effect.attempt
+        if record.admission is not None:
+            return
+        event = effect.admitted
+        admission = generation_pb2.Admission(
+            request_id=effect.request,
+            attempt=effect.attempt,
+            prompt_tokens=event.prompt_tokens,
+            new_tokens_max=event.new_tokens_max,
+            context_tokens=event.context_tokens,
+            prefill_engine=event.prefill.engine,
+            decode_engine=event.decode.engine,
+            queued_ns=max(0, self.owner.now() - record.asked_ns),
+        )
+        record.admission = generation_pb2.GenerateResponse(admission=admission)
+        for reader in record.readers:
+            reader.put(record.admission, 0)
+
+    def _tell_outcome(self, effect: TellOutcome) -> None:
+        record = self._records.get(effect.request)
+        if record is None:
+            return
+        if record.end is None:
+            record.end = self._end(record, effect.outcome)
+            if not isinstance(effect.outcome, Finished) and record.key is not None:
+                # Nothing was answered, so the same key may try again.
+                self._keys.pop(record.key, None)
+            self._finish_all(record)
+        self._forget(record)
+
+    def _end(self, record: Record, outcome: Finished | Aborted | Rejected) -> Step:
+        match outcome:
+            case Rejected():
+                return refusals.rejected(record.request, outcome, field=record.field)
+            case Aborted():
+                return refusals.aborted(
+                    record.request, outcome, attempts=record.attempts, tokens=record.tokens
+                )
+            case Finished():
+                message = generation_pb2.Outcome(
+                    finish_reason=FINISH_REASONS.encode(outcome.reason),
+                    usage=generation_pb2.Usage(
+                        prompt_tokens=record.prompt_tokens, new_tokens=record.tokens
+                    ),
+                    attempts=record.attempts,
+                    time_to_first_token_ns=max(0, record.first_token_ns - record.asked_ns),
+                )
+                if record.stop_string:
+                    message.stop_string = record.stop_string
+                elif record.stop_token is not None:
+                    message.stop_token_id = record.stop_token
+                return generation_pb2.GenerateResponse(outcome=message)
+
+    def _finish_all(self, record: Record) -> None:
+        for reader in tuple(record.readers):
+            self._finish(record, reader)
+
+    def _finish(self, record: Record, reader: Reader) -> None:
+        reader.close(record.end)
+        record.readers.remove(reader)
+        self._of_reader.pop(reader, None)
+
+    def _cut(self, record: Record, reader: Reader) -> None:
+        _log.warning("reader_cut", request_id=record.request, limit=reader.limit)
+        refusal = refusals.slow_reader(record.request, waiting=reader.waiting, limit=reader.limit)
+        reader.cut(refusal)
+        self.leave(reader, Cause.SLOW_READER)
+
+    def _forget(self, record: Record) -> None:
+        if record.end is None:
+            return
+        state = self.owner.core.log.state(record.request)
+        if record.closed or state.phase in {Phase.CLOSED, Phase.REJECTED}:
+            self._records.pop(record.request, None)

@@ -1,0 +1,153 @@
+"""What clients call: a relay between gRPC calls and the scheduler's owner task.
+
+Owns: one call's deadline, its reading, and what its end means.
+Must not know: how a request is decided or served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from lifecycle.events import Cause
+from transport.client_desk import Asked, Reader
+from transport.mailbox import Mailbox
+from transport.pb import generation_pb2 as pb
+from transport.pb import generation_pb2_grpc
+from transport.refusals import Refusal
+from transport.scheduler_owner import SchedulerOwner
+from transport.tokenising import Tokenising, UnusableRequest
+
+TENANT = "default"
+NANOSECONDS = 1_000_000_000
+_WHOLE_ANSWER = 1 << 40
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_log = structlog.get_logger("custody.generation")
+
+
+class Refused(Exception):
+    """The call ends with this status."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """Generates text."""
+
+    def __init__(
+        self, owner: SchedulerOwner, tokenising: Tokenising, *, request_ns_max: int
+    ) -> None:
+        """`request_ns_max` bounds every request, whatever deadline its call has."""
+        self._owner = owner
+        self._tokenising = tokenising
+        self._request_ns_max = request_ns_max
+
+    # grpc.aio takes a coroutine that writes by the context as well as a generator.
+    async def Generate(  # type: ignore[override]
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        """Stream the admission, chunks and the outcome, or end with a status."""
+        reader: Reader = Mailbox(self._owner.clients.reader_tokens_max)
+        try:
+            async for step in self._steps(request, reader, context):
+                await context.write(step)
+        except Refused as refused:
+            await _abort(context, refused.refusal)
+
+    async def Complete(  # type: ignore[override]
+        self, request: pb.CompleteRequest, context: Context
+    ) -> pb.CompleteResponse:
+        """The same in one answer."""
+        response = pb.CompleteResponse()
+        texts: list[str] = []
+        reader: Reader = Mailbox(_WHOLE_ANSWER)
+        try:
+            async for step in self._steps(request.generation, reader, context):
+                match step.WhichOneof("step"):
+                    case "admission":
+                        response.admission.CopyFrom(step.admission)
+                    case "chunk":
+                        response.chunk.token_ids.extend(step.chunk.token_ids)
+                        response.chunk.logprobs.extend(step.chunk.logprobs)
+                        texts.append(step.chunk.text)
+                    case "outcome":
+                        response.outcome.CopyFrom(step.outcome)
+                    case None:
+                        pass
+        except Refused as refused:
+            await _abort(context, refused.refusal)
+        response.chunk.text = "".join(texts)
+        return response
+
+    async def _steps(
+        self, request: pb.GenerateRequest, reader: Reader, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """What the reader is told, in order. Raises Refused for any end but an answer."""
+        cause = Cause.CLIENT_GONE
+        try:
+            await self._submit(request, reader, context)
+            while steps := await reader.take():
+                for step in steps:
+                    if isinstance(step, Refusal):
+                        raise Refused(step)
+                    yield step
+        except asyncio.CancelledError:
+            # A cancelled call, a call past its deadline and a lost connection look alike.
+            left = context.time_remaining()
+            late = left is not None and left <= 0
+            cause = Cause.DEADLINE if late else Cause.CLIENT_CANCEL
+            raise
+        finally:
+            await self._owner.tell(partial(self._owner.clients.leave, reader, cause))
+
+    async def _submit(self, request: pb.GenerateRequest, reader: Reader, context: Context) -> None:
+        owner = self._owner
+        asked_ns = owner.now()
+        left = context.time_remaining()
+        limit_ns = self._request_ns_max
+        if left is not None:
+            limit_ns = min(limit_ns, max(0, int(left * NANOSECONDS)))
+        try:
+            prepared = await self._tokenising.prepare(
+                request, context_tokens=owner.core.limits.context_tokens
+            )
+        except UnusableRequest as error:
+            refuse = partial(
+                owner.clients.refuse, reader, tenant=TENANT, field=error.field, reason=str(error)
+            )
+            await owner.tell(refuse)
+            return
+        asked = Asked(
+            tokens=prepared.tokens,
+            sampling=prepared.sampling,
+            new_tokens_max=prepared.new_tokens_max,
+            deadline_ns=asked_ns + limit_ns,
+            asked_ns=asked_ns,
+            tenant=TENANT,
+            key=request.idempotency_key,
+            body=_body(request),
+        )
+        await owner.tell(partial(owner.clients.submit, reader, asked))
+
+
+def _body(request: pb.GenerateRequest) -> bytes:
+    """What two calls with one key must have in common."""
+    plain = pb.GenerateRequest()
+    plain.CopyFrom(request)
+    plain.ClearField("idempotency_key")
+    return hashlib.sha256(plain.SerializeToString(deterministic=True)).digest()
+
+
+async def _abort(context: Context, refusal: Refusal) -> NoReturn:
+    _log.info("request_refused", code=refusal.code.name, reason=refusal.reason)
+    await context.abort_with_status(refusal.status())
+    raise AssertionError("abort_with_status does not return")

@@ -1,0 +1,60 @@
+"""A line for each request of the log, in the order of their first entries.
+
+Owns: what a list of requests shows beyond a phase, which the reduced log knows.
+Must not know: stores, pages of answers, gRPC.
+
+It is memory only and rebuilt from the log at start.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from lifecycle.events import Aborted, Entry, Finished, Rejected
+from lifecycle.ids import FLEET, RequestId
+
+
+@attrs.define
+class Line:
+    """Where a request's entries stand, when they were made, and how it ended."""
+
+    request: RequestId
+    first_position: int
+    last_position: int
+    first_time_ns: int
+    last_time_ns: int
+    attempt: int = 0
+    outcome: str = ""
+    outcome_reason: str = ""
+
+
+class LogIndex:
+    """Lines by request, growing with the log."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self._by_request: dict[RequestId, Line] = {}
+
+    def note(self, position: int, entry: Entry) -> None:
+        """Take in the entry at this position; the fleet's own log is no request."""
+        if entry.request == FLEET:
+            return
+        line = self._by_request.get(entry.request)
+        if line is None:
+            line = Line(entry.request, position, position, entry.time_ns, entry.time_ns)
+            self._by_request[entry.request] = line
+            self.lines.append(line)
+        line.last_position = position
+        line.last_time_ns = entry.time_ns
+        line.attempt = max(line.attempt, entry.attempt)
+        event = entry.event
+        if isinstance(event, Rejected):
+            line.outcome, line.outcome_reason = "Rejected", event.code.name
+        elif isinstance(event, Aborted):
+            line.outcome, line.outcome_reason = "Aborted", event.cause.name
+        elif isinstance(event, Finished):
+            line.outcome, line.outcome_reason = "Finished", event.reason.name
+
+    def find(self, request: RequestId) -> Line | None:
+        """The line of that request."""
+        return self._by_request.get(request)

@@ -1,0 +1,145 @@
+"""The event log for whoever may read it: one request, a list, a tail.
+
+Owns: pages of answers and the pace of a tail.
+Must not know: what an entry means.
+
+A tail is pulled: a slow reader delays only itself, and nothing waits for it in memory.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import grpc
+
+from engine.store import PositionOutOfRange, Stored
+from lifecycle.ids import RequestId
+from lifecycle.state import Phase
+from transport import codec, refusals
+from transport.log_index import Line
+from transport.pb import log_pb2 as pb
+from transport.pb import log_pb2_grpc
+from transport.refusals import Refusal
+from transport.scheduler_owner import SchedulerOwner
+
+PAGE_DEFAULT = 50
+PAGE_MAX = 1000
+ENTRIES_PER_MESSAGE = 256
+HEARTBEAT_SECONDS = 5.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+PHASES = {phase: pb.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
+
+
+class LogService(log_pb2_grpc.LogServiceServicer):
+    """Reads the log."""
+
+    def __init__(
+        self, owner: SchedulerOwner, *, heartbeat_seconds: float = HEARTBEAT_SECONDS
+    ) -> None:
+        """`heartbeat_seconds` is how often an idle tail says that it is alive."""
+        self._owner = owner
+        self._store = owner.journal.store
+        self._heartbeat_seconds = heartbeat_seconds
+        self.closing = anyio.Event()
+
+    async def GetRequestLog(  # type: ignore[override]
+        self, request: pb.GetRequestLogRequest, context: Context
+    ) -> pb.GetRequestLogResponse:
+        """Every entry of one request; NOT_FOUND when the log knows none."""
+        name = RequestId(request.request_id)
+        stored = await anyio.to_thread.run_sync(self._store.read, name)
+        if not stored:
+            await _abort(context, refusals.not_found("request", name))
+        return pb.GetRequestLogResponse(entries=[encode_stored(s) for s in stored])
+
+    async def ListRequests(  # type: ignore[override]
+        self, request: pb.ListRequestsRequest, context: Context
+    ) -> pb.ListRequestsResponse:
+        """One page of requests; the token is the number of requests before the page."""
+        token = request.page_token or "0"
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            message = f"{token!r} is no page token of this log"
+            await _abort(context, refusals.bad_argument("page_token", message))
+        start = int(token)
+        stop = start + min(request.page_size or PAGE_DEFAULT, PAGE_MAX)
+        return await self._owner.ask(lambda: self._page(start, stop))
+
+    def _page(self, start: int, stop: int) -> pb.ListRequestsResponse:
+        lines = self._owner.journal.index.lines
+        more = str(stop) if stop < len(lines) else ""
+        summaries = [self._summary(line) for line in lines[start:stop]]
+        return pb.ListRequestsResponse(requests=summaries, next_page_token=more)
+
+    def _summary(self, line: Line) -> pb.RequestSummary:
+        state = self._owner.core.log.requests.get(line.request)
+        if state is not None:
+            phase = state.phase
+        else:
+            # What is closed is forgotten by the core.
+            phase = Phase.REJECTED if line.outcome == "Rejected" else Phase.CLOSED
+        return pb.RequestSummary(
+            request_id=line.request,
+            phase=PHASES[phase],
+            outcome=line.outcome,
+            outcome_reason=line.outcome_reason,
+            first_position=line.first_position,
+            last_position=line.last_position,
+            first_time_ns=line.first_time_ns,
+            last_time_ns=line.last_time_ns,
+            attempt=line.attempt,
+        )
+
+    async def Tail(  # type: ignore[override]
+        self, request: pb.TailRequest, context: Context
+    ) -> None:
+        """The log from a position on, and what comes if it is followed."""
+        position = request.from_position or 1
+        while True:
+            try:
+                stored = await anyio.to_thread.run_sync(self._read, position)
+            except PositionOutOfRange as error:
+                refusal = refusals.position_out_of_range(
+                    error.position, first=error.first, last=error.last
+                )
+                await _abort(context, refusal)
+            if stored:
+                entries = [encode_stored(s) for s in stored]
+                await context.write(pb.TailResponse(entries=entries))
+                position = stored[-1].position + 1
+            elif not request.follow or self.closing.is_set():
+                return
+            elif position > self._owner.journal.appended:
+                await self._wait(context)
+
+    def _read(self, position: int) -> list[Stored]:
+        return list(islice(self._store.tail(position), ENTRIES_PER_MESSAGE))
+
+    async def _wait(self, context: Context) -> None:
+        """Wait for more, or say that there is nothing."""
+        journal = self._owner.journal
+        with anyio.move_on_after(self._heartbeat_seconds):
+            await journal.grown.wait()
+            return
+        heartbeat = pb.TailHeartbeat(
+            last_position=journal.appended, durable_position=journal.durable
+        )
+        await context.write(pb.TailResponse(heartbeat=heartbeat))
+
+    def close(self) -> None:
+        """Let every tail end after what there is."""
+        self.closing.set()
+        self._owner.journal.grown.set()
+
+
+def encode_stored(stored: Stored) -> pb.StoredEntry:
+    """An entry with its position."""
+    return pb.StoredEntry(position=stored.position, entry=codec.encode_entry(stored.entry))
+
+
+async def _abort(context: Context, refusal: Refusal) -> None:
+    await context.abort_with_status(refusal.status())

@@ -1,0 +1,284 @@
+"""The scheduler's owner task: the one place where the core is called and its effects are done.
+
+Owns: the order of effects (append, then publish, answer and tell), time, ticks.
+Must not know: gRPC; services send messages here and relay what comes back.
+
+A message is a call that the owner task makes; calls never wait, so nobody sees half of one.
+What depends on durability waits beside its stream (`fleet_desk`) or its client (`client_desk`)
+until the journal says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import anyio
+import attrs
+import structlog
+
+from engine.effects import (
+    Answer,
+    Append,
+    Publish,
+    SchedulerEffect,
+    Synced,
+    TellAdmitted,
+    TellClosed,
+    TellOutcome,
+    TellTokens,
+)
+from engine.scheduler import Scheduler
+from engine.store import EventStore
+from lifecycle.events import Attached, Draining, Lost, Role
+from lifecycle.ids import FLEET
+from lifecycle.state import OPEN
+from transport.client_desk import ClientDesk
+from transport.fleet_desk import FleetDesk
+from transport.journal import Journal
+
+INBOX_MAX = 1024
+TICK_SECONDS = 0.05
+
+T = TypeVar("T")
+_log = structlog.get_logger("custody.scheduler")
+
+
+class OwnerEnded(RuntimeError):
+    """The owner task has ended; there is nobody to ask."""
+
+    def __init__(self) -> None:
+        super().__init__("the scheduler has ended")
+
+
+@attrs.frozen(kw_only=True)
+class OwnerSettings:
+    """What the owner task needs to know beyond the core's own limits.
+
+    context_wanted: an explicit context, or None for what model and pools allow.
+    """
+
+    model: str
+    model_context: int
+    context_wanted: int | None
+    tokenizer: str
+    digest_key: bytes
+    tenant_salt: bytes
+    lease_ns: int
+    reader_tokens_max: int
+
+
+class SchedulerOwner:
+    """One scheduler life's owner task, and the desks that it owns."""
+
+    def __init__(
+        self,
+        core: Scheduler,
+        store: EventStore,
+        settings: OwnerSettings,
+        *,
+        now: Callable[[], int],
+        monotonic: Callable[[], int],
+    ) -> None:
+        """`now` is the wall clock and `monotonic` a clock that never jumps, both in ns."""
+        self.core = core
+        self.settings = settings
+        self.now = now
+        self.monotonic = monotonic
+        self.journal = Journal(store, self._progress)
+        self.fleet = FleetDesk(
+            self,
+            lease_ns=settings.lease_ns,
+            monotonic=monotonic,
+            tokenizer=settings.tokenizer,
+        )
+        self.clients = ClientDesk(
+            self,
+            digest_key=settings.digest_key,
+            tenant_salt=settings.tenant_salt,
+            reader_tokens_max=settings.reader_tokens_max,
+        )
+        self.changed = anyio.Event()
+        self._send, self._receive = anyio.create_memory_object_stream[Callable[[], None]](INBOX_MAX)
+        self._asking: set[anyio.Event] = set()
+        self._todo: deque[SchedulerEffect] = deque()
+        self._performing = False
+
+    @property
+    def context_wanted(self) -> int | None:
+        """The context that was asked for, if one was."""
+        return self.settings.context_wanted
+
+    # --- messages -----------------------------------------------------------------------------
+
+    async def tell(self, message: Callable[[], None]) -> None:
+        """Have the owner task make this call; nothing when it has ended."""
+        try:
+            await self._send.send(message)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            _log.debug("message_after_end")
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """Have the owner task make this call, and return its answer. Raises OwnerEnded."""
+        answers: list[T] = []
+        answered = anyio.Event()
+
+        def put() -> None:
+            answers.append(question())
+            answered.set()
+
+        self._asking.add(answered)
+        try:
+            await self._send.send(put)
+            await answered.wait()
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            raise OwnerEnded from None
+        finally:
+            self._asking.discard(answered)
+        if not answers:
+            raise OwnerEnded
+        return answers[0]
+
+    async def run(self) -> None:
+        """Own the core until cancelled."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.journal.run, self.tell)
+                tasks.start_soon(self._ticking)
+                async for message in self._receive:
+                    message()
+        finally:
+            self._receive.close()
+            self._send.close()
+            for answered in self._asking:
+                answered.set()
+
+    async def _ticking(self) -> None:
+        beat_ns = self.monotonic()
+        while True:
+            await anyio.sleep(TICK_SECONDS)
+            await self.tell(self.tick)
+            if self.monotonic() - beat_ns >= self.fleet.heartbeat_ns:
+                beat_ns = self.monotonic()
+                await self.tell(self.fleet.heartbeat)
+
+    def tick(self) -> None:
+        """End what is overdue, try again what failed."""
+        self.journal.retry()
+        self.perform(self.core.tick(self.now()))
+        self.fleet.tick()
+        self.clients.tick(self.now())
+
+    # --- lives --------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Take in the store's log and begin this life; called once, before `run`."""
+        stored = [(s.position, s.entry) for s in self.journal.store.tail(1)]
+        for position, entry in stored:
+            self.journal.index.note(position, entry)
+        self.perform(self.core.resume(stored, self.now()))
+
+    def stop_accepting(self) -> None:
+        """Refuse new requests from now on."""
+        self.core.stop_accepting()
+        self._note_change()
+        _log.info("scheduler_draining", requests_open=self.requests_open)
+
+    @property
+    def requests_open(self) -> int:
+        """Requests whose clients wait for an answer."""
+        waiting = {p.wanted.request for p in self.core.queue.waiting()}
+        opened = {r for r, s in self.core.log.requests.items() if s.phase in OPEN}
+        return len(waiting | opened)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is open or unsettled, and every client has been told."""
+        return self.core.idle and not self.clients.waiting
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request that comes now has a chance."""
+        roles = {life.attached.role for life in self.core.log.fleet.alive() if life.usable}
+        ready = roles == {Role.PREFILL, Role.DECODE}
+        return ready and self.core.accepting and self.journal.failure is None
+
+    # --- effects ------------------------------------------------------------------------------
+
+    def perform(self, effects: Iterable[SchedulerEffect]) -> None:
+        """Append everything first, then do the rest in order.
+
+        A call from within an effect only adds to the work, because entries reach a rank in the
+        order of their positions.
+        """
+        batch = list(effects)
+        self.journal.append(e for e in batch if isinstance(e, Append))
+        self._todo.extend(batch)
+        if self._performing:
+            return
+        self._performing = True
+        try:
+            while self._todo:
+                self._do(self._todo.popleft())
+        finally:
+            self._performing = False
+
+    def _do(self, effect: SchedulerEffect) -> None:
+        match effect:
+            case Append():
+                if effect.entry.request == FLEET:
+                    self._fleet_changed(effect)
+            case Publish():
+                self.fleet.publish(effect)
+            case Synced():
+                self.fleet.synced(effect.party)
+            case Answer():
+                self.fleet.answer(effect)
+            case TellAdmitted():
+                self.clients.admitted(effect)
+            case TellTokens():
+                self.clients.tokens(effect)
+            case TellOutcome():
+                self.clients.outcome(effect)
+            case TellClosed():
+                self.clients.closed(effect.request)
+
+    def _fleet_changed(self, effect: Append) -> None:
+        event = effect.entry.event
+        if isinstance(event, Attached | Draining | Lost):
+            _log.info(
+                "fleet_changed",
+                event_type=type(event).__name__,
+                engine=event.engine,
+                incarnation=event.incarnation,
+                position=effect.position,
+            )
+        if isinstance(event, Lost):
+            self.fleet.lost(event)
+        self.core.limits = attrs.evolve(self.core.limits, context_tokens=self._context())
+        self._note_change()
+
+    def _context(self) -> int:
+        """What is offered: an explicit context, or what model and largest pools allow."""
+        if self.settings.context_wanted is not None:
+            return self.settings.context_wanted
+        offered = self.settings.model_context
+        for role in Role:
+            pools = [
+                life.attached.pages * life.attached.page_tokens
+                for life in self.core.log.fleet.alive()
+                if life.attached.role is role
+            ]
+            if pools:
+                offered = min(offered, max(pools))
+        return offered
+
+    def _progress(self) -> None:
+        self.fleet.release()
+        self.clients.release()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
