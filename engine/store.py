@@ -3,8 +3,8 @@
 Owns: the `EventStore` interface, its values and its errors.
 Must not know: files, encodings, or what an event means.
 
-A store is synchronous.  One task appends; another thread may call `flush` meanwhile,
-and any thread may read.  Positions count all entries from 1 without gaps.
+A store is synchronous.  One task appends; other threads may call `flush` and `seal`
+meanwhile, and any thread may read.  Positions count all entries from 1 without gaps.
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ class EventStore(Protocol):
         """Append all or nothing, not yet durable; returns the position of the first.
 
         Without entries it returns the position that the next entry will have.
+        The same entries again, with the sequence that they were appended with, are not appended
+        twice: the answer is the position of the first, whether or not it is durable by now.
         Raises `WrongSequence`, `MisfiledEntry`, `UnstorableEntry`, `StoreUnavailable`.
         """
         ...
@@ -183,6 +185,15 @@ class EventStore(Protocol):
         """Make everything appended before the call durable; returns the durable position.
 
         Raises `StoreUnavailable`; then nothing counts as durable that did not before.
+        """
+        ...
+
+    def seal(self) -> int:
+        """Put what will not change any more into its smallest form; returns how many parts.
+
+        It may take long, and is called in a worker thread, beside appends, reads and flushes.
+        Nothing that was readable is ever unreadable meanwhile or after a failure, and the store
+        stays writable.  Raises `StoreUnavailable` or `StoreDamaged`.
         """
         ...
 

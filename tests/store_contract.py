@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import attrs
 import pytest
 
 from engine.store import (
@@ -103,8 +104,9 @@ class StoreContract(abc.ABC):
     def test_only_the_next_sequence_is_taken(self, store: EventStore, expected: int) -> None:
         """Of two writers with the same copy of a request, the second is refused."""
         store.append(A, 0, entries(A, 0, 2))
+        other = [attrs.evolve(entry, time_ns=7) for entry in entries(A, expected, 1)]
         with pytest.raises(WrongSequence) as caught:
-            store.append(A, expected, entries(A, expected, 1))
+            store.append(A, expected, other)
         assert (caught.value.request, caught.value.expected, caught.value.found) == (A, expected, 2)
         assert store.last_position == 2
 
@@ -127,6 +129,61 @@ class StoreContract(abc.ABC):
             store.append_batch([Append(A, 0, entries(A, 0, 1)), Append(A, 0, entries(A, 0, 1))])
         assert caught.value.found == 1
         assert store.last_position == 0
+
+    def test_a_repeated_append_is_answered_and_not_appended(self, store: EventStore) -> None:
+        """Who asks again for the same entries in the same place learns where they stand."""
+        store.append(B, 0, entries(B, 0, 1))
+        assert store.append(A, 0, entries(A, 0, 2)) == 2
+        store.append(A, 2, entries(A, 2, 2))
+        store.append(B, 1, entries(B, 1, 1))
+        assert store.append(A, 0, entries(A, 0, 2)) == 2
+        assert store.append(A, 2, entries(A, 2, 2)) == 4
+        assert store.append(A, 3, entries(A, 3, 1)) == 5
+        assert store.last_position == 6
+        assert list(store.read(A)) == numbered(2, entries(A, 0, 4))
+        assert store.append(A, 4, entries(A, 4, 1)) == 7
+
+    def test_a_repeat_survives_a_crash(self, store: EventStore) -> None:
+        """What was durable is recognised in the next life too."""
+        store.append(A, 0, entries(A, 0, 2))
+        store.flush()
+        after = self.after_crash(store)
+        try:
+            assert after.append(A, 0, entries(A, 0, 2)) == 1
+            assert after.last_position == 2
+        finally:
+            after.close()
+
+    def test_a_repeated_batch_is_answered_whole(self, store: EventStore) -> None:
+        """Its parts stand where one append put them; a batch with anything new is refused."""
+        batch = [
+            Append(A, 0, entries(A, 0, 2)),
+            Append(B, 0, entries(B, 0, 1)),
+            Append(B, 1, ()),
+            Append(A, 2, entries(A, 2, 1)),
+        ]
+        assert store.append_batch(batch) == 1
+        assert store.append_batch(batch) == 1
+        assert store.append_batch(batch[1:]) == 3
+        for wrong in (
+            [*batch, Append(A, 3, entries(A, 3, 1))],
+            [batch[0], batch[3]],
+            [batch[3], batch[0]],
+            [Append(A, 1, entries(A, 1, 3))],
+            [Append(A, -1, entries(A, 2, 1))],
+        ):
+            with pytest.raises(WrongSequence):
+                store.append_batch(wrong)
+        assert store.last_position == 4
+
+    def test_entries_that_others_came_between_are_no_repeat(self, store: EventStore) -> None:
+        """The answer promises consecutive positions, so scattered entries are refused."""
+        store.append(A, 0, entries(A, 0, 1))
+        store.append(B, 0, entries(B, 0, 1))
+        store.append(A, 1, entries(A, 1, 1))
+        with pytest.raises(WrongSequence):
+            store.append(A, 0, entries(A, 0, 2))
+        assert store.last_position == 3
 
     def test_an_append_of_nothing_names_the_next_position(self, store: EventStore) -> None:
         """It is legal, changes nothing, and still checks what the caller expects."""
@@ -202,6 +259,24 @@ class StoreContract(abc.ABC):
         assert store.flush() == 200
         assert [s.entry.sequence for s in store.read(A)] == list(range(200))
 
+    def test_sealing_changes_nothing_that_is_read(self, store: EventStore) -> None:
+        """All entries are read as before, more can be appended, and a crash finds them too."""
+        for n in range(6):
+            store.append(A, n, entries(A, n, 1))
+        store.append(B, 0, entries(B, 0, 3))
+        whole = list(store.tail(1))
+        assert store.seal() >= 0
+        assert store.seal() == 0
+        assert list(store.tail(1)) == whole
+        assert store.append(A, 6, entries(A, 6, 1)) == 10
+        store.flush()
+        after = self.after_crash(store)
+        try:
+            assert list(after.tail(1)) == [*whole, Stored(10, entries(A, 6, 1)[0])]
+            assert after.read(B) == tuple(numbered(7, entries(B, 0, 3)))
+        finally:
+            after.close()
+
     def test_a_closed_store_takes_nothing(self, store: EventStore) -> None:
         """After close, every write is refused by the same typed error; closing again is nothing."""
         store.append(A, 0, entries(A, 0, 1))
@@ -214,3 +289,5 @@ class StoreContract(abc.ABC):
             store.flush()
         with pytest.raises(StoreUnavailable):
             store.take_epoch()
+        with pytest.raises(StoreUnavailable):
+            store.seal()

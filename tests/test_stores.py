@@ -29,6 +29,7 @@ from tests.store_contract import A, B, StoreContract, entries, numbered
 from transport import codec
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import frames, segment_files
+from transport.stores.disk import Disk
 from transport.stores.memory import MemoryStore
 from transport.stores.segments import SegmentStore
 
@@ -392,28 +393,28 @@ def test_a_failed_write_is_taken_back(tmp_path: Path, file_size_limit: None) -> 
     store.close()
 
 
-class FailingSync:
+class FailingSync(Disk):
     """The operating system's promise, broken on demand."""
 
     broken = False
 
-    def __call__(self, handle: int) -> None:
+    def sync(self, handle: int) -> None:
         if self.broken:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        os.fdatasync(handle)
+        super().sync(handle)
 
 
 def test_a_failed_flush_ends_all_writing(tmp_path: Path) -> None:
     """After a failed flush nothing more counts as durable until the store is opened anew."""
-    sync = FailingSync()
-    store = SegmentStore(tmp_path, sync=sync)
+    disk = FailingSync()
+    store = SegmentStore(tmp_path, disk=disk)
     store.append(A, 0, entries(A, 0, 1))
     store.flush()
     store.append(A, 1, entries(A, 1, 1))
-    sync.broken = True
+    disk.broken = True
     with pytest.raises(StoreUnavailable):
         store.flush()
-    sync.broken = False
+    disk.broken = False
     with pytest.raises(StoreUnavailable):
         store.flush()
     with pytest.raises(StoreUnavailable):
@@ -426,10 +427,10 @@ def test_a_failed_flush_ends_all_writing(tmp_path: Path) -> None:
 
 def test_a_rotation_is_durable_before_the_next_segment_exists(tmp_path: Path) -> None:
     """If the old segment cannot be made durable, no new one begins."""
-    sync = FailingSync()
-    store = SegmentStore(tmp_path, segment_bytes=1, sync=sync)
+    disk = FailingSync()
+    store = SegmentStore(tmp_path, segment_bytes=1, disk=disk)
     store.append(A, 0, entries(A, 0, 1))
-    sync.broken = True
+    disk.broken = True
     with pytest.raises(StoreUnavailable):
         store.append(A, 1, entries(A, 1, 1))
     store.close()

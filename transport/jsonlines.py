@@ -305,9 +305,7 @@ def read_log(path: Path) -> LogFile:
             if not paths:
                 raise UnreadableLog(0, f"{path} holds no segment")
             return _read_segments(paths, alone=True)
-        with path.open("rb") as stream:
-            beginning = stream.read(len(frames.FILE_MAGIC))
-        if beginning == frames.FILE_MAGIC:
+        if segment_files.is_segment(path):
             siblings = segment_files.segment_paths(path.parent)
             return _read_segments([path], alone=siblings in ([], [path]))
     except OSError as error:
@@ -318,7 +316,8 @@ def read_log(path: Path) -> LogFile:
 def _read_segments(paths: Sequence[Path], *, alone: bool) -> LogFile:
     entries: list[Stored] = []
     unknown: list[UnknownRecord] = []
-    complete = alone
+    # A sealed segment always had a successor.
+    complete = alone and not segment_files.is_sealed(paths[-1])
     try:
         whole = segment_files.begins_the_log(paths[0])
         for found in segment_files.walk_segments(paths, whole=whole and len(paths) > 1):

@@ -12,10 +12,51 @@ from pathlib import Path
 from engine.store import Stored, StoreDamaged, StoreTooNew, StoreUnavailable
 from lifecycle.events import Entry
 from transport import codec
-from transport.stores import frames, segment_files
+from transport.stores import frames, sealed, segment_files
 from transport.stores.sequences import FrameIndex
 
 _KEPT_FRAMES = 512
+_KEPT_BLOCKS = 8
+
+
+class SealedReader:
+    """Plain bytes out of sealed segments, by the block, the latest blocks kept at hand."""
+
+    def __init__(self) -> None:
+        self._headers: dict[Path, sealed.SealedHeader] = {}
+        self._blocks: OrderedDict[tuple[Path, int], bytes] = OrderedDict()
+
+    def read(self, segment: Path, *, offset: int, size: int) -> bytes:
+        """These bytes of the plain segment.  Raises `Damage` or OSError."""
+        header = self._header(segment)
+        numbers = sealed.blocks_of(header, offset=offset, size=size)
+        content = b"".join(self._block(segment, header, number) for number in numbers)
+        start = offset - numbers[0] * header.block_bytes
+        return content[start : start + size]
+
+    def _header(self, segment: Path) -> sealed.SealedHeader:
+        found = self._headers.get(segment)
+        if found is None:
+            with segment.open("rb") as file:
+                size = sealed.header_bytes(file.read(sealed.BEGINNING_BYTES))
+                file.seek(0)
+                found = self._headers[segment] = sealed.unpack_header(file.read(size))
+        return found
+
+    def _block(self, segment: Path, header: sealed.SealedHeader, number: int) -> bytes:
+        key = segment, number
+        content = self._blocks.get(key)
+        if content is not None:
+            self._blocks.move_to_end(key)
+            return content
+        block = header.blocks[number]
+        with segment.open("rb") as file:
+            file.seek(block.offset)
+            packed = file.read(block.size)
+        content = self._blocks[key] = sealed.unpack_block(header, number, packed)
+        if len(self._blocks) > _KEPT_BLOCKS:
+            self._blocks.popitem(last=False)
+        return content
 
 
 class FrameReader:
@@ -25,6 +66,7 @@ class FrameReader:
         self.index = FrameIndex()
         self.segments: list[Path] = []
         self._kept: OrderedDict[int, tuple[Entry, ...]] = OrderedDict()
+        self._sealed = SealedReader()
 
     def note(self, first: int, *, offset: int, size: int) -> None:
         """A frame has been found or written behind all others, in the last segment."""
@@ -61,18 +103,23 @@ class FrameReader:
         number, offset, size = self.index.place(index)
         segment = self.segments[number]
         try:
-            with segment.open("rb") as file:
-                file.seek(offset)
-                data = file.read(size)
-        except OSError as error:
-            raise StoreUnavailable(str(error)) from error
-        try:
-            frame = frames.read_frame(data, offset=offset)
+            frame = frames.read_frame(self._read(segment, offset, size), offset=offset)
+            if frame.first_position != self.index.first(index):
+                raise frames.Damage(offset, "holds another batch than when the log was opened")
             parsed = segment_files.parse_batch(segment, frame)
             return tuple(codec.decode_entry(entry) for entry in parsed)
+        except OSError as error:
+            raise StoreUnavailable(str(error)) from error
         except frames.Damage as damage:
             raise StoreDamaged(segment.name, damage.offset, damage.reason) from damage
         except codec.MalformedRecord as error:
             raise StoreDamaged(segment.name, offset, str(error)) from error
         except codec.UnknownEvent as error:
             raise StoreTooNew(segment.name, offset, str(error)) from error
+
+    def _read(self, segment: Path, offset: int, size: int) -> bytes:
+        if segment_files.is_sealed(segment):
+            return self._sealed.read(segment, offset=offset, size=size)
+        with segment.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)

@@ -159,7 +159,7 @@ def walk(data: bytes, *, last: bool) -> Iterator[Frame | Torn]:
                 return
             raise Damage(offset, f"a payload of {size} bytes is cut after {len(payload)}")
         if zlib.crc32(payload) != checksum:
-            if last and start + size == len(data) and _ends_unwritten(data, start):
+            if last and _ends_unwritten(data, start=start, stop=start + size):
                 yield Torn(offset)
                 return
             raise Damage(offset, "the payload's check sum does not match")
@@ -180,10 +180,11 @@ def _is_torn(data: bytes, offset: int) -> bool:
     return FRAME_MAGIC.startswith(beginning)
 
 
-def _ends_unwritten(data: bytes, start: int) -> bool:
-    """Whether the file's last sector is all zeros, as if it had never been written.
+def _ends_unwritten(data: bytes, *, start: int, stop: int) -> bool:
+    """Whether all is zeros from the payload's last sector on, as if it had never been written.
 
+    The file may have been made longer for further frames, of which nothing was written either.
     A payload of the right length with a wrong byte elsewhere was not torn; it was changed.
     """
-    sector = max(start, (len(data) - 1) // SECTOR_BYTES * SECTOR_BYTES)
+    sector = max(start, (stop - 1) // SECTOR_BYTES * SECTOR_BYTES)
     return not data[sector:].strip(b"\0")

@@ -11,7 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
-from engine.store import Append, EventStore, PositionOutOfRange, Stored, StoreUnavailable
+from engine.store import (
+    Append,
+    EventStore,
+    PositionOutOfRange,
+    Stored,
+    StoreUnavailable,
+    WrongSequence,
+)
 from lifecycle.events import Entry
 from lifecycle.ids import RequestId
 from transport.stores.sequences import Sequences
@@ -56,7 +63,13 @@ class MemoryStore:
     def append_batch(self, batch: Sequence[Append]) -> int:
         with self._lock:
             self._refuse_closed()
-            entries = self._sequences.check(batch)
+            try:
+                entries = self._sequences.check(batch)
+            except WrongSequence:
+                found = self._sequences.repeated(batch, lambda p: self._entries[p - 1])
+                if found is None:
+                    raise
+                return found
             first = len(self._entries) + 1
             for position, entry in enumerate(entries, start=first):
                 self._sequences.note(entry.request, position)
@@ -80,6 +93,11 @@ class MemoryStore:
             self._refuse_closed()
             self._durable = len(self._entries)
             return self._durable
+
+    def seal(self) -> int:
+        with self._lock:
+            self._refuse_closed()
+            return 0
 
     def close(self) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
-"""A folder of segment files, read as one log; and the few careful ways of writing to it.
+"""A folder of segment files, plain and sealed, read as one log.
 
-Owns: file names, the order and unity of segments, atomic files, the repair of a torn end.
+Owns: file names, the order and unity of segments, sealing one, the repair of a torn end.
 Must not know: appends, locks, and what entries mean.
 """
 
@@ -15,9 +15,12 @@ import attrs
 from engine.store import StoreDamaged, StoreTooNew
 from transport import codec
 from transport.pb import lifecycle_pb2 as pb
+from transport.stores import sealed
+from transport.stores.disk import Disk
 from transport.stores.frames import (
     CHAIN_START,
     FILE_HEADER_BYTES,
+    FILE_MAGIC,
     FRAME_HEADER_BYTES,
     Damage,
     FileHeader,
@@ -28,26 +31,56 @@ from transport.stores.frames import (
 )
 
 SUFFIX = ".segment"
-UNFINISHED_SUFFIX = ".new"
+SEALED_SUFFIX = ".sealed"
 EPOCH_FILE = "epoch"
-LOCK_FILE = "lock"
 
 
 @attrs.frozen
 class Found:
-    """A frame, or the log's torn end, and the segment that holds it."""
+    """A frame, or the log's torn end, and the segment that holds it.
+
+    Offsets are those of the plain segment, also where the segment is sealed.
+    """
 
     segment: Path
     item: Frame | Torn
+
+
+# --- Names ------------------------------------------------------------------------------------
 
 
 def segment_name(first_position: int) -> str:
     return f"{first_position:020d}{SUFFIX}"
 
 
+def sealed_name(first_position: int) -> str:
+    return f"{first_position:020d}{SEALED_SUFFIX}"
+
+
+def is_sealed(segment: Path) -> bool:
+    return segment.suffix == SEALED_SUFFIX
+
+
+def is_segment(path: Path) -> bool:
+    """Whether the file begins as segments do, whatever it is called.  Raises OSError."""
+    with path.open("rb") as file:
+        beginning = file.read(sealed.BEGINNING_BYTES)
+    return beginning.startswith(FILE_MAGIC) or sealed.is_sealed(beginning)
+
+
 def segment_paths(folder: Path) -> list[Path]:
-    """The folder's segments in the order of their positions."""
-    return sorted(path for path in folder.iterdir() if path.name.endswith(SUFFIX))
+    """The folder's segments in the order of their positions, each once.
+
+    Where sealing was interrupted both forms are there; then the plain one counts.
+    """
+    found: dict[str, Path] = {}
+    for path in folder.iterdir():
+        if path.suffix == SUFFIX or (is_sealed(path) and path.stem not in found):
+            found[path.stem] = path
+    return [found[stem] for stem in sorted(found)]
+
+
+# --- Reading ----------------------------------------------------------------------------------
 
 
 def walk_segments(paths: Sequence[Path], *, whole: bool) -> Iterator[Found]:
@@ -57,22 +90,42 @@ def walk_segments(paths: Sequence[Path], *, whole: bool) -> Iterator[Found]:
     taken for where it stands.  Raises `StoreDamaged`.
     """
     position, previous = 1, CHAIN_START
-    for number, path in enumerate(paths):
-        data = path.read_bytes()
+    for number, listed in enumerate(paths):
+        path, content, seal = _read_segment(listed)
         try:
-            header = unpack_file_header(data)
+            header = unpack_file_header(content)
             if whole or number:
                 _expect(header, position=position, previous=previous)
-            if whole and path.name != segment_name(position):
+            if whole and path.name not in (segment_name(position), sealed_name(position)):
                 raise Damage(0, f"should be called {segment_name(position)}")
             position, previous = header.first_position, header.previous
-            for item in walk(data, last=number == len(paths) - 1):
+            for item in walk(content, last=seal is None and number == len(paths) - 1):
                 if isinstance(item, Frame):
                     _expect(item, position=position, previous=previous)
                     position, previous = position + item.count, item.digest
                 yield Found(path, item)
+            if seal is not None:
+                _expect_seal(seal, header, position=position, previous=previous)
         except Damage as damage:
-            raise StoreDamaged(path.name, damage.offset, damage.reason) from damage
+            reason = damage.reason if seal is None else f"unpacked, {damage.reason}"
+            raise StoreDamaged(path.name, damage.offset, reason) from damage
+
+
+def _read_segment(path: Path) -> tuple[Path, bytes, sealed.SealedHeader | None]:
+    """Where the segment is now, its plain bytes, and its seal.  Raises `StoreDamaged`."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        # It may have been sealed since it was listed.
+        path = path.with_suffix(SEALED_SUFFIX)
+        data = path.read_bytes()
+    if not is_sealed(path):
+        return path, data, None
+    try:
+        seal, content = sealed.unpack(data)
+    except Damage as damage:
+        raise StoreDamaged(path.name, damage.offset, damage.reason) from damage
+    return path, content, seal
 
 
 def _expect(found: Frame | FileHeader, *, position: int, previous: bytes) -> None:
@@ -82,6 +135,18 @@ def _expect(found: Frame | FileHeader, *, position: int, previous: bytes) -> Non
         raise Damage(offset, f"begins at position {found.first_position} instead of {position}")
     if found.previous != previous:
         raise Damage(offset, "names another predecessor than the batch before it")
+
+
+def _expect_seal(
+    seal: sealed.SealedHeader, header: FileHeader, *, position: int, previous: bytes
+) -> None:
+    """Raises `Damage` when the seal says other things than what it closes."""
+    named = (seal.first_position, seal.last_position)
+    held = (header.first_position, position - 1)
+    if named != held:
+        raise Damage(0, f"holds positions {held[0]} to {held[1]}, its seal says {named}")
+    if seal.last_frame_digest != previous:
+        raise Damage(0, "ends with another batch than its seal says")
 
 
 def parse_batch(segment: Path, frame: Frame) -> tuple[pb.Entry, ...]:
@@ -104,42 +169,62 @@ def refuse_unknown(segment: Path, frame: Frame, entry: pb.Entry) -> None:
         raise StoreTooNew(segment.name, frame.offset + FRAME_HEADER_BYTES, reason)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the folder's names durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def begins_the_log(segment: Path) -> bool:
+    """Whether the segment's header says that it is a log's first.  Raises `StoreDamaged`."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with segment.open("rb") as file:
+            beginning = file.read(max(FILE_HEADER_BYTES, sealed.BEGINNING_BYTES))
+            if sealed.is_sealed(beginning):
+                file.seek(0)
+                seal = sealed.unpack_header(file.read(sealed.header_bytes(beginning)))
+                return seal.first_position == 1
+        return unpack_file_header(beginning).first_position == 1
+    except Damage as damage:
+        raise StoreDamaged(segment.name, damage.offset, damage.reason) from damage
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """The file holds the old content or the new, never a part; durable on return."""
-    unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
-    write_durably(unfinished, data)
-    unfinished.rename(path)
-    sync_folder(path.parent)
+# --- Changing ---------------------------------------------------------------------------------
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file of its own and make its content durable, but not yet its name."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def seal_segment(segment: Path, disk: Disk) -> Path:
+    """Write the sealed form of a full plain segment beside it, durably; returns where.
+
+    The segment is checked on the way, and so is what becomes of it, because the caller will
+    remove the original.  Raises `StoreDamaged` or OSError.
+    """
+    content = segment.read_bytes()
+    try:
+        header = unpack_file_header(content)
+        position, previous = header.first_position, header.previous
+        for item in walk(content, last=False):
+            assert isinstance(item, Frame), "only a last segment is torn"
+            _expect(item, position=position, previous=previous)
+            position, previous = position + item.count, item.digest
+        packed = sealed.pack(
+            content,
+            first_position=header.first_position,
+            last_position=position - 1,
+            last_frame_digest=previous,
+        )
+        _, again = sealed.unpack(packed)
+    except Damage as damage:
+        raise StoreDamaged(segment.name, damage.offset, damage.reason) from damage
+    assert again == content, "a segment's sealed form does not give it back"
+    target = segment.with_suffix(SEALED_SUFFIX)
+    disk.write_atomically(target, packed)
+    return target
 
 
-def keep_torn_end(segment: Path, offset: int) -> Path:
-    """Cut the torn end off and keep it beside the segment; returns where."""
+def keep_torn_end(segment: Path, offset: int, disk: Disk) -> Path:
+    """Cut the torn end off and keep it beside the segment; returns where.  Raises OSError."""
     data = segment.read_bytes()[offset:]
     number = 0
     while (kept := segment.with_name(f"{segment.name}.{offset}.{number}.torn")).exists():
         number += 1
-    write_durably(kept, data)
-    sync_folder(segment.parent)
+    disk.write_atomically(kept, data)
     with segment.open("r+b") as file:
-        file.truncate(offset)
-        os.fsync(file.fileno())
+        os.ftruncate(file.fileno(), offset)
+        disk.sync(file.fileno())
     return kept
 
 
@@ -154,15 +239,6 @@ def read_epoch(folder: Path) -> int:
     return int(text)
 
 
-def write_epoch(folder: Path, epoch: int) -> None:
-    write_atomically(folder / EPOCH_FILE, f"{epoch}\n".encode())
-
-
-def begins_the_log(segment: Path) -> bool:
-    """Whether the segment's header says that it is a log's first.  Raises `StoreDamaged`."""
-    try:
-        with segment.open("rb") as file:
-            header = unpack_file_header(file.read(FILE_HEADER_BYTES))
-    except Damage as damage:
-        raise StoreDamaged(segment.name, damage.offset, damage.reason) from damage
-    return header.first_position == 1
+def write_epoch(folder: Path, epoch: int, disk: Disk) -> None:
+    """Durable on return.  Raises OSError."""
+    disk.write_atomically(folder / EPOCH_FILE, f"{epoch}\n".encode())

@@ -1,7 +1,7 @@
 """The log in append-only segment files, held by one process at a time.
 
-Owns: appending, flushing, rotation, the lock, the epoch, the index rebuilt at start.
-Must not know: what an entry means.
+Owns: appending, flushing, when to rotate and to seal, the epoch, the index rebuilt at start.
+Must not know: what an entry means, how a file is written.
 
 An append writes one frame at once, so that a killed process loses nothing that was appended;
 `flush` makes it survive the machine as well.  A failed write is taken back by truncation.
@@ -11,10 +11,10 @@ writes until it is opened anew and has read for itself.
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine.store import (
@@ -23,15 +23,18 @@ from engine.store import (
     PositionOutOfRange,
     Stored,
     StoreDamaged,
-    StoreLocked,
     StoreUnavailable,
     UnstorableEntry,
+    WrongSequence,
 )
 from lifecycle.events import Entry
 from lifecycle.ids import RequestId
 from transport import codec
 from transport.stores import frames, segment_files
+from transport.stores.disk import UNFINISHED_SUFFIX, Disk
+from transport.stores.folder_lock import take_lock
 from transport.stores.frame_reader import FrameReader
+from transport.stores.segment_writer import SegmentWriter
 from transport.stores.sequences import Sequences
 
 SEGMENT_BYTES = 64 << 20
@@ -43,7 +46,7 @@ class SegmentStore:
 
     Opening raises `StoreLocked`, `StoreDamaged`, `StoreTooNew` or `StoreUnavailable`.
     `torn` names the file that keeps a broken end found at start, if there was one.
-    `sync` stands for the operating system's promise and is replaced by fault injection only.
+    `disk` stands for the operating system and is replaced by fault injection only.
     """
 
     def __init__(
@@ -51,22 +54,21 @@ class SegmentStore:
         folder: Path,
         *,
         segment_bytes: int = SEGMENT_BYTES,
-        sync: Callable[[int], None] = os.fdatasync,
+        disk: Disk | None = None,
     ) -> None:
         self.folder = folder
         self.torn: Path | None = None
         self._segment_bytes = segment_bytes
-        self._sync = sync
+        self._disk = disk or Disk()
         self._lock = threading.RLock()
         self._flushing = threading.Lock()
+        self._sealing = threading.Lock()
+        self._closing = False
         self._sequences = Sequences()
         self._frames = FrameReader()
         self._last = self._durable = self._epoch = 0
-        self._previous = frames.CHAIN_START
-        self._end = 0
-        self._refusal: str | None = None
-        self._writer = -1
-        self._lock_handle = self._take_lock()
+        self._writer = SegmentWriter(folder, self._disk)
+        self._lock_handle = take_lock(folder)
         try:
             self._open()
         except OSError as error:
@@ -78,24 +80,10 @@ class SegmentStore:
 
     # --- Opening and closing ------------------------------------------------------------------
 
-    def _take_lock(self) -> int:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / segment_files.LOCK_FILE
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise StoreUnavailable(str(error)) from error
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(handle)
-            raise StoreLocked(str(self.folder)) from error
-        return handle
-
     def _open(self) -> None:
         self._epoch = segment_files.read_epoch(self.folder)
-        for path in self.folder.glob(f"*{segment_files.UNFINISHED_SUFFIX}"):
-            path.unlink()
+        for path in self.folder.glob(f"*{UNFINISHED_SUFFIX}"):
+            self._disk.remove(path)
         for found in segment_files.walk_segments(
             segment_files.segment_paths(self.folder), whole=True
         ):
@@ -103,19 +91,25 @@ class SegmentStore:
         # A segment that was just begun holds no frame, so the files are asked once more.
         self._frames.segments = segment_files.segment_paths(self.folder)
         if self._frames.segments:
-            self._end = self._frames.segments[-1].stat().st_size
-            self._writer = os.open(self._frames.segments[-1], os.O_WRONLY | os.O_CLOEXEC)
+            self._refuse_sealed_end(self._frames.segments[-1])
+            self._writer.resume(self._frames.segments[-1])
         else:
-            self._begin_segment()
+            self._frames.segments.append(self._writer.begin(1))
         # What a killed process wrote may still be on its way to the disk.
-        self._sync(self._writer)
-        segment_files.sync_folder(self.folder)
+        self._writer.sync()
+        self._disk.sync_folder(self.folder)
         self._durable = self._last
+
+    def _refuse_sealed_end(self, segment: Path) -> None:
+        if segment_files.is_sealed(segment):
+            # Only full segments are sealed, when their successors exist.
+            reason = f"the segment that goes on at position {self._last + 1} is missing"
+            raise StoreDamaged(segment.name, segment.stat().st_size, reason)
 
     def _take_in(self, found: segment_files.Found) -> None:
         segment, item = found.segment, found.item
         if isinstance(item, frames.Torn):
-            self.torn = segment_files.keep_torn_end(segment, item.offset)
+            self.torn = segment_files.keep_torn_end(segment, item.offset, self._disk)
             return
         if not self._frames.segments or self._frames.segments[-1] != segment:
             self._frames.segments.append(segment)
@@ -130,25 +124,24 @@ class SegmentStore:
             # Were the epoch's file lost, the log would still know which ids were minted.
             self._epoch = max(self._epoch, entry.proposer.by_scheduler.epoch)
         self._frames.note(item.first_position, offset=item.offset, size=item.stop - item.offset)
-        self._previous = item.digest
+        self._writer.previous = item.digest
 
     def close(self) -> None:
-        with self._flushing, self._lock:
+        # A segment that is being sealed is finished first: the next holder must not meet it.
+        self._closing = True
+        with self._sealing, self._flushing, self._lock:
             if self._lock_handle < 0:
                 return
-            if self._refusal is None:
-                try:
-                    self._sync(self._writer)
+            if self._writer.refusal is None:
+                # A failure shows in the durable position; there is no next write to refuse.
+                with contextlib.suppress(OSError):
+                    self._writer.sync()
                     self._durable = self._last
-                except OSError as error:
-                    self._refusal = str(error)
-            self._refusal = self._refusal or "it is closed"
+            self._writer.refusal = self._writer.refusal or "it is closed"
             self._let_go()
 
     def _let_go(self) -> None:
-        if self._writer >= 0:
-            os.close(self._writer)
-            self._writer = -1
+        self._writer.close()
         os.close(self._lock_handle)
         self._lock_handle = -1
 
@@ -159,21 +152,26 @@ class SegmentStore:
 
     def append_batch(self, batch: Sequence[Append]) -> int:
         with self._lock:
-            self._refuse_writes()
-            entries = self._sequences.check(batch)
+            self._writer.refuse()
+            try:
+                entries = self._sequences.check(batch)
+            except WrongSequence:
+                found = self._sequences.repeated(batch, lambda p: self._frames.stored(p).entry)
+                if found is None:
+                    raise
+                return found
             first = self._last + 1
             if not entries:
                 return first
             frame = self._pack(entries, first)
             try:
-                if self._end >= max(self._segment_bytes, frames.FILE_HEADER_BYTES + 1):
+                if self._writer.end >= max(self._segment_bytes, frames.FILE_HEADER_BYTES + 1):
                     self._rotate()
-                self._write(frame)
+                offset = self._writer.end
+                self._writer.write(frame)
             except OSError as error:
                 raise StoreUnavailable(str(error)) from error
-            self._frames.note(first, offset=self._end, size=len(frame))
-            self._end += len(frame)
-            self._previous = frames.chain(frame)
+            self._frames.note(first, offset=offset, size=len(frame))
             for position, entry in enumerate(entries, start=first):
                 self._sequences.note(entry.request, position)
             self._last += len(entries)
@@ -188,59 +186,29 @@ class SegmentStore:
         if len(payload) > frames.PAYLOAD_BYTES_MAX:
             reason = f"{len(payload)} bytes exceed a batch's {frames.PAYLOAD_BYTES_MAX}"
             raise UnstorableEntry(reason)
+        previous = self._writer.previous
         return frames.pack_frame(
-            first_position=first, count=len(entries), previous=self._previous, payload=payload
+            first_position=first, count=len(entries), previous=previous, payload=payload
         )
-
-    def _write(self, frame: bytes) -> None:
-        """Write the frame at the end, or nothing.  Raises OSError."""
-        handle, written = self._writer, 0
-        try:
-            while written < len(frame):
-                written += os.pwrite(handle, frame[written:], self._end + written)
-        except OSError:
-            try:
-                os.ftruncate(handle, self._end)
-            except OSError as second:
-                # A part of a frame may stand at the end; only opening anew can judge it.
-                self._refusal = f"a failed append could not be taken back: {second}"
-            raise
 
     def _rotate(self) -> None:
         """Only the last segment may be torn, so the old one is durable before the new exists."""
-        try:
-            self._sync(self._writer)
-        except OSError as error:
-            self._refusal = f"a flush failed: {error}"
-            raise
+        self._writer.sync()
         self._durable = self._last
-        self._begin_segment()
-
-    def _begin_segment(self) -> None:
-        path = self.folder / segment_files.segment_name(self._last + 1)
-        header = frames.pack_file_header(first_position=self._last + 1, previous=self._previous)
-        segment_files.write_atomically(path, header)
-        writer = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        if self._writer >= 0:
-            os.close(self._writer)
-        self._writer = writer
-        self._frames.segments.append(path)
-        self._end = len(header)
+        self._frames.segments.append(self._writer.begin(self._last + 1))
 
     def flush(self) -> int:
         with self._flushing:
             with self._lock:
-                self._refuse_writes()
+                self._writer.refuse()
                 target = self._last
                 if target == self._durable:
                     return target
                 # A copy, because a rotation meanwhile closes the original.
-                handle = os.dup(self._writer)
+                handle = self._writer.copy()
             try:
-                self._sync(handle)
+                self._writer.sync(handle)
             except OSError as error:
-                with self._lock:
-                    self._refusal = f"a flush failed: {error}"
                 raise StoreUnavailable(str(error)) from error
             finally:
                 os.close(handle)
@@ -248,19 +216,40 @@ class SegmentStore:
                 self._durable = max(self._durable, target)
                 return self._durable
 
+    def seal(self) -> int:
+        with self._sealing:
+            count = 0
+            while (found := self._next_to_seal()) is not None:
+                number, plain = found
+                try:
+                    path = segment_files.seal_segment(plain, self._disk)
+                    with self._lock:
+                        self._frames.segments[number] = path
+                    # Nobody reads it any more, and its successor is durable under its name.
+                    self._disk.remove(plain)
+                except OSError as error:
+                    raise StoreUnavailable(str(error)) from error
+                count += 1
+            return count
+
+    def _next_to_seal(self) -> tuple[int, Path] | None:
+        """Number and path of the first full segment that is not sealed."""
+        with self._lock:
+            self._writer.refuse()
+            if self._closing:
+                return None
+            full = enumerate(self._frames.segments[:-1])
+            return next((item for item in full if not segment_files.is_sealed(item[1])), None)
+
     def take_epoch(self) -> int:
         with self._lock:
-            self._refuse_writes()
+            self._writer.refuse()
             try:
-                segment_files.write_epoch(self.folder, self._epoch + 1)
+                segment_files.write_epoch(self.folder, self._epoch + 1, self._disk)
             except OSError as error:
                 raise StoreUnavailable(str(error)) from error
             self._epoch += 1
             return self._epoch
-
-    def _refuse_writes(self) -> None:
-        if self._refusal is not None:
-            raise StoreUnavailable(self._refusal)
 
     # --- Reading ------------------------------------------------------------------------------
 

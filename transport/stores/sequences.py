@@ -1,6 +1,6 @@
-"""The indexes that stores keep in memory and can rebuild, and the one check before an append.
+"""The indexes that stores keep in memory and can rebuild, and the checks before an append.
 
-Owns: positions by request, optimistic concurrency, frames by position.
+Owns: positions by request, optimistic concurrency, repeats, frames by position.
 Must not know: files and encodings.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.store import Append, MisfiledEntry, WrongSequence
 from lifecycle.events import Entry
@@ -54,6 +54,34 @@ class Sequences:
             ahead[part.request] = found + len(part.entries)
             entries += part.entries
         return tuple(entries)
+
+    def repeated(self, batch: Sequence[Append], entry_at: Callable[[int], Entry]) -> int | None:
+        """Where this very batch stands already, as if one append had put it there.
+
+        A caller that has not learned what became of its append may ask again: the same entries in
+        the same places are no second writer's.  None when any part is new or different.
+        """
+        first: int | None = None
+        position = 0
+        for part in batch:
+            if not part.entries:
+                continue
+            held = self._positions.get(part.request, ())
+            start = part.expected_sequence
+            stop = start + len(part.entries)
+            if first is None:
+                if not 0 <= start < len(held):
+                    return None
+                first = position = held[start]
+            if start < 0 or tuple(held[start:stop]) != (
+                *range(position, position + len(part.entries)),
+            ):
+                return None
+            for entry in part.entries:
+                if entry_at(position) != entry:
+                    return None
+                position += 1
+        return first
 
 
 class FrameIndex:
