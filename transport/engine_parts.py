@@ -1,0 +1,112 @@
+"""The parts of an engine, put together: model, tokenizer, core, runner and owner.
+
+Owns: what is loaded, and which parts a role has.
+Must not know: the scheduler, tasks.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import structlog
+
+from engine.decode import DecodeCore
+from engine.digests import keyed_digest
+from engine.model import Model
+from engine.prefill import PrefillCore
+from engine.runner_decode import DecodeRunner
+from engine.runner_prefill import PrefillRunner
+from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.weights import load_model
+from kernels.layout import PageLayout
+from lifecycle.events import Role
+from lifecycle.ids import Party, RequestId
+from transport.decode_owner import DecodeOwner
+from transport.engine_owner import Owner, Send
+from transport.engine_planes import EngineMemory, fingerprint, page_layout
+from transport.prefill_owner import PrefillOwner
+from transport.settings import EngineSettings
+
+Progress = Callable[[str, float], None]
+
+
+@attrs.frozen
+class Loaded:
+    """What is read from disk once: it takes seconds and is made in a worker thread."""
+
+    model: Model
+    tokenizer: Tokenizer
+    layout: PageLayout
+    fingerprint: str
+
+
+class LifeDigest:
+    """The keyed digest of the scheduler's life; its key comes beside each admission."""
+
+    def __init__(self) -> None:
+        self.key = b""
+
+    def __call__(self, request: RequestId, tokens: Sequence[int]) -> bytes:
+        return keyed_digest(self.key)(request, tokens)
+
+
+def mint_tag() -> int:
+    """A random grant tag of 64 bits, never 0."""
+    return secrets.randbelow((1 << 64) - 1) + 1
+
+
+def report_progress(stage: str, share: float) -> None:
+    """A line on standard error for each stage of loading."""
+    sys.stderr.write(f"{stage} {share:.0%}\n")
+
+
+def load(settings: EngineSettings, progress: Progress) -> Loaded:
+    """Read model and tokenizer. Raises ModelError's subclasses and LayoutUnsupportedError."""
+    model = load_model(settings.model, progress=progress)
+    tokenizer = load_tokenizer(settings.model, progress=progress)
+    layout = page_layout(model, page_tokens=settings.page_tokens)
+    return Loaded(model, tokenizer, layout, fingerprint(model, layout))
+
+
+def make_owner(
+    settings: EngineSettings,
+    loaded: Loaded,
+    memory: EngineMemory,
+    *,
+    party: Party,
+    digest: LifeDigest,
+    send: Send,
+) -> Owner[Any]:
+    """Core, runner and owner of this role, over this memory."""
+    note = structlog.get_logger("custody.engine").warning
+    if settings.role is Role.PREFILL:
+        assert memory.staging is not None, "prefill's memory has staging"
+        prefill_core = PrefillCore(
+            party,
+            pages=memory.pool.pages,
+            page_tokens=settings.page_tokens,
+            mint=mint_tag,
+            staging=settings.staging_pages,
+            chunk_tokens=settings.chunk_tokens,
+            digest=digest,
+        )
+        prefill = PrefillRunner(loaded.model, memory.pool, memory.staging)
+        return PrefillOwner(prefill_core, prefill, plane=memory.plane, send=send, note=note)
+    decode_core = DecodeCore(
+        party,
+        pages=memory.pool.pages,
+        page_tokens=settings.page_tokens,
+        mint=mint_tag,
+        batch=settings.batch,
+        growth_tokens=settings.growth_tokens,
+        digest=digest,
+    )
+    decode = DecodeRunner(
+        loaded.model, memory.pool, loaded.tokenizer, clock=time.time_ns, digest=digest
+    )
+    return DecodeOwner(decode_core, decode, plane=memory.plane, send=send, note=note)

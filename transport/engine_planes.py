@@ -1,0 +1,180 @@
+"""An engine's KV memory and the data plane over it, for the time that its process runs.
+
+Owns: which memory a plane wants, the server that the gRPC plane needs, and the order of letting go.
+Must not know: requests, the log, the scheduler.
+
+A decode engine registers its pool, which others write; a prefill engine registers its staging,
+which it posts from, and keeps its pool to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import anyio.to_thread
+import attrs
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from engine.dataplane import DataPlane
+from engine.dataplane_errors import PlaneMisused
+from engine.model import Model
+from engine.pool import KVPool, bytes_needed, measure_free_bytes, pages_for, parse_memory
+from kernels.layout import PageLayout, PageMemory
+from lifecycle.events import FenceScope, Role
+from lifecycle.ids import Party
+from transport.pb import pages_pb2_grpc
+from transport.planes.grpc_stream import SERVER_OPTIONS, GrpcStreamPlane
+from transport.planes.shared_memory import Segment, SharedMemoryPlane, create_segment
+from transport.settings import EngineSettings
+
+SERVER_GRACE_SECONDS = 1.0
+PROTOCOL = 1
+"""Part of the layout fingerprint: engines that speak otherwise are never paired."""
+
+
+@attrs.frozen
+class EngineMemory:
+    """What an engine computes in and moves pages with.
+
+    staging: prefill only; descriptor: decode only, "" otherwise, and a credential.
+    """
+
+    pool: KVPool
+    staging: PageMemory | None
+    plane: DataPlane
+    descriptor: str
+
+    @property
+    def fence_scope(self) -> FenceScope:
+        """The plane's scope in the log's words."""
+        return FenceScope[self.plane.capabilities.fence_scope.name]
+
+
+def page_layout(model: Model, *, page_tokens: int) -> PageLayout:
+    """The layout of this model's pages. Raises LayoutUnsupportedError."""
+    config = model.config
+    return PageLayout(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        page_tokens=page_tokens,
+        dtype=model.dtype,
+    )
+
+
+def fingerprint(model: Model, layout: PageLayout) -> str:
+    """A text that is equal exactly for engines whose KV is interchangeable.
+
+    It reads every weight once.
+    """
+    return (
+        f"{layout.canonical()} ranks=1 kinds=kv protocol={PROTOCOL} "
+        f"model={model.identity.fingerprint}"
+    )
+
+
+def pool_pages(settings: EngineSettings, layout: PageLayout) -> int:
+    """How many pages the wanted memory holds. Raises MemorySizeError, PoolTooSmallError."""
+    wanted = parse_memory(settings.kv_memory, free_bytes=measure_free_bytes())
+    return pages_for(wanted, layout)
+
+
+@asynccontextmanager
+async def open_memory(
+    settings: EngineSettings, layout: PageLayout, *, party: Party, wake: Callable[[], None]
+) -> AsyncIterator[EngineMemory]:
+    """Memory and plane of one life; when the block ends every address of it is dead.
+
+    wake: called from any thread when the plane may have something to say.
+    """
+    pages = pool_pages(settings, layout)
+    if settings.role is Role.PREFILL:
+        opened = _open_writer(settings, layout, pages=pages, party=party, wake=wake)
+    elif settings.plane == "grpc":
+        opened = _open_server(settings, layout, pages=pages, party=party, wake=wake)
+    else:
+        opened = _open_segment(layout, pages=pages, party=party, wake=wake)
+    async with opened as memory:
+        yield memory
+
+
+@asynccontextmanager
+async def _open_writer(
+    settings: EngineSettings,
+    layout: PageLayout,
+    *,
+    pages: int,
+    party: Party,
+    wake: Callable[[], None],
+) -> AsyncIterator[EngineMemory]:
+    """A private pool, and staging that the plane posts from."""
+    pool = KVPool.allocate(layout, pages)
+    staging = PageMemory.allocate(layout, settings.staging_pages)
+    plane: DataPlane
+    if settings.plane == "grpc":
+        plane = GrpcStreamPlane(party=str(party), incarnation=str(party), wake=wake)
+    else:
+        plane = SharedMemoryPlane(wake=wake)
+    plane.register(_octets(staging))
+    try:
+        yield EngineMemory(pool, staging, plane, "")
+    finally:
+        await _shut_down(plane)
+
+
+@asynccontextmanager
+async def _open_segment(
+    layout: PageLayout, *, pages: int, party: Party, wake: Callable[[], None]
+) -> AsyncIterator[EngineMemory]:
+    """A pool in memory that writers on this host map."""
+    segment: Segment = create_segment(bytes_needed(layout, pages), incarnation=str(party))
+    pool = KVPool(layout, pages, segment.buffer)
+    plane = SharedMemoryPlane(segment=segment, wake=wake)
+    plane.register(segment.buffer)
+    try:
+        yield EngineMemory(pool, None, plane, plane.descriptor())
+    finally:
+        await _shut_down(plane)
+        # Tensors may still look at it; the process that holds them is about to end.
+        with suppress(PlaneMisused):
+            segment.close()
+
+
+@asynccontextmanager
+async def _open_server(
+    settings: EngineSettings,
+    layout: PageLayout,
+    *,
+    pages: int,
+    party: Party,
+    wake: Callable[[], None],
+) -> AsyncIterator[EngineMemory]:
+    """A private pool, and a server of this process's own that places what writers send."""
+    pool = KVPool.allocate(layout, pages)
+    plane = GrpcStreamPlane(party=str(party), incarnation=str(party), wake=wake)
+    plane.register(_octets(pool.memory))
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    pages_pb2_grpc.add_PagesServiceServicer_to_server(plane.servicer(), server)
+    port = server.add_insecure_port(f"{settings.host}:0")
+    await server.start()
+    plane.listening_at(f"{settings.host}:{port}")
+    try:
+        yield EngineMemory(pool, None, plane, plane.descriptor())
+    finally:
+        with anyio.CancelScope(shield=True):
+            await server.stop(SERVER_GRACE_SECONDS)
+        await _shut_down(plane)
+
+
+async def _shut_down(plane: DataPlane) -> None:
+    """Ending a plane waits for its threads, so it is kept off the event loop."""
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(plane.shutdown)
+
+
+def _octets(memory: PageMemory) -> memoryview:
+    octets: npt.NDArray[np.uint8] = memory.octets.numpy()
+    return octets.data

@@ -1,0 +1,228 @@
+"""The engine's end of the stream to its scheduler: items to protobuf and back, and reconnecting.
+
+Owns: the stream, its outbox, the backoff, and what each item looks like on the wire.
+Must not know: what an engine does with what it hears.
+
+The client only relays: everything that comes is put on the owner's inbox in order, and what the
+owner sends while no stream is welcomed is dropped, because the owner repeats it at the next welcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import attrs
+import grpc
+
+from engine.effects import Payload
+from engine.sampler import SamplingParams
+from lifecycle.events import Proposal
+from transport.codec import encode_grant, encode_pages, encode_proposal
+from transport.engine_owner import Counters, NewTokens, Outgoing, Owner
+from transport.mailbox import Mailbox
+from transport.pb import fleet_pb2 as pb
+from transport.pb import fleet_pb2_grpc, generation_pb2
+
+ITEMS_PER_MESSAGE_MAX = 256
+OUTBOX_ITEMS_MAX = 65_536
+BACKOFF_SECONDS_FIRST = 0.05
+BACKOFF_SECONDS_MAX = 2.0
+MESSAGE_BYTES_MAX = 64 << 20
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    # A scheduler that stopped without a word ends the stream only through these.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    # The backoff is this module's alone.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+
+@attrs.frozen
+class Heard:
+    """Items of the scheduler, in order."""
+
+    items: tuple[pb.SchedulerItem, ...]
+
+
+@attrs.frozen
+class Broken:
+    """The stream has ended; another will begin."""
+
+    reason: str
+
+
+class FleetClient:
+    """Keeps one stream to the scheduler open for as long as its task runs.
+
+    hello: the first item of each stream, made when it begins;
+    deliver: waits until the owner has room for a message.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        hello: Callable[[], pb.Hello],
+        deliver: Callable[[Heard | Broken], Awaitable[None]],
+    ) -> None:
+        self.welcomed = False
+        self._target = target
+        self._hello = hello
+        self._deliver = deliver
+        self._outbox: Mailbox[pb.EngineItem] = Mailbox(OUTBOX_ITEMS_MAX)
+
+    def send(self, item: pb.EngineItem) -> None:
+        """Put an item on the welcomed stream; without one it is dropped.
+
+        The owner never waits for a slow scheduler: an outbox that is full ends the stream.
+        """
+        if self.welcomed and not self._outbox.put(item):
+            self.drop()
+
+    def drop(self) -> None:
+        """End the stream; the next one begins after the backoff."""
+        self.welcomed = False
+        self._outbox.cut()
+
+    async def run(self) -> None:
+        """Open streams until cancelled."""
+        backoff = BACKOFF_SECONDS_FIRST
+        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+            stub = fleet_pb2_grpc.FleetServiceStub(channel)
+            while True:
+                heard_any, reason = await self._one_stream(stub)
+                self.drop()
+                await self._deliver(Broken(reason))
+                backoff = 2 * backoff if not heard_any else BACKOFF_SECONDS_FIRST
+                backoff = min(backoff, BACKOFF_SECONDS_MAX)
+                await anyio.sleep(backoff)
+
+    async def _one_stream(self, stub: Any) -> tuple[bool, str]:
+        """One stream from hello to end; whether anything was heard, and why it ended."""
+        outbox = self._outbox = Mailbox(OUTBOX_ITEMS_MAX)
+        call = stub.Connect()
+        heard_any, reason = False, "the outbox was full, or the stream was given up"
+        try:
+            async with anyio.create_task_group() as tasks:
+                hello = pb.EngineItem(hello=self._hello())
+                tasks.start_soon(self._write, call, hello, outbox, tasks.cancel_scope)
+                try:
+                    while (response := await call.read()) is not grpc.aio.EOF:
+                        heard_any = True
+                        await self._deliver(Heard(tuple(response.items)))
+                    reason = "the scheduler ended the stream"
+                except grpc.aio.AioRpcError as error:
+                    reason = f"{error.code().name}: {error.details()}"
+                tasks.cancel_scope.cancel()
+        finally:
+            call.cancel()
+        return heard_any, reason
+
+    async def _write(
+        self,
+        call: Any,
+        hello: pb.EngineItem,
+        outbox: Mailbox[pb.EngineItem],
+        scope: anyio.CancelScope,
+    ) -> None:
+        try:
+            items = [hello]
+            while items:
+                await call.write(pb.ConnectRequest(items=items))
+                items = await outbox.take(ITEMS_PER_MESSAGE_MAX)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The stream is over, and the reader hears why.
+            return
+        scope.cancel()
+
+
+# --- engine to scheduler --------------------------------------------------------------------------
+
+
+def encode_outgoing(item: Outgoing) -> pb.EngineItem:
+    """A proposal or new tokens."""
+    if isinstance(item, Proposal):
+        return pb.EngineItem(proposal=encode_proposal(item))
+    return pb.EngineItem(tokens=encode_tokens(item))
+
+
+def encode_tokens(item: NewTokens) -> pb.TokenBatch:
+    """One piece of text and one log probability for each token."""
+    message = pb.TokenBatch(
+        request=item.request,
+        attempt=item.attempt,
+        first_index=item.first,
+        token_ids=item.tokens,
+        texts=item.texts,
+        logprobs=item.logprobs,
+    )
+    if isinstance(item.stop, str):
+        message.stop_string = item.stop
+    elif item.stop is not None:
+        message.stop_token_id = item.stop
+    return message
+
+
+def encode_heartbeat(cursor: pb.Cursor, counters: Counters) -> pb.EngineItem:
+    """A sign of life; its cursor lets the scheduler forget what this engine has taken in."""
+    counted = pb.EngineCounters(**attrs.asdict(counters))
+    return pb.EngineItem(heartbeat=pb.Heartbeat(cursor=cursor, counters=counted))
+
+
+def encode_inventory(owner: Owner[Any], *, epoch: int) -> pb.EngineItem:
+    """What the engine has in its hands, for a scheduler life that does not know it."""
+    core = owner.core
+    held = [
+        pb.HeldGrant(
+            grant=encode_grant(grant),
+            request=holding.request,
+            attempt=holding.attempt,
+            pages=encode_pages(holding.reserved.pages),
+            exposed=owner.exposed(grant),
+        )
+        for grant, holding in core.holdings.items()
+    ]
+    writable = [encode_grant(grant) for grant in owner.writable()]
+    inventory = pb.Inventory(
+        epoch=epoch, held=held, writable=writable, highest_proposal=core.next_number - 1
+    )
+    return pb.EngineItem(inventory=inventory)
+
+
+# --- scheduler to engine --------------------------------------------------------------------------
+
+
+def decode_payload(message: pb.Payload) -> tuple[Payload, bytes]:
+    """A payload and the key of the prompt's digest. Raises InvalidSampling."""
+    sampling = decode_sampling(message.sampling)
+    tokens = tuple(message.prompt_token_ids)
+    return Payload(tokens, message.relayed_tokens, sampling), message.digest_key
+
+
+def decode_sampling(message: generation_pb2.Sampling) -> SamplingParams:
+    """Fields that are not set take the sampler's defaults. Raises InvalidSampling."""
+    default = SamplingParams()
+
+    def given(name: Any, otherwise: Any) -> Any:
+        return getattr(message, name) if message.HasField(name) else otherwise
+
+    return SamplingParams(
+        max_new_tokens=given("new_tokens_max", default.max_new_tokens),
+        temperature=given("temperature", default.temperature),
+        top_p=given("top_p", default.top_p),
+        top_k=given("top_k", default.top_k),
+        seed=given("seed", default.seed),
+        stop=tuple(message.stop_strings),
+        stop_tokens=tuple(message.stop_token_ids),
+        logprobs=given("logprobs", default.logprobs),
+        ignore_eos=given("ignore_eos", default.ignore_eos),
+    )
