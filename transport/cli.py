@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.argument import ArgumentCollection
 from cyclopts.config import Env
 
-from transport import commands_log, commands_run, commands_use
+from transport import commands_bench, commands_log, commands_run, commands_use
 from transport.commands_shared import (
     DASH,
     EXIT_FAILED,
@@ -61,6 +61,7 @@ for verb in (
 ):
     app.command(verb)
 app.command(commands_log.log_app)
+app.command(commands_bench.bench_app)
 
 
 @app.command
@@ -163,6 +164,10 @@ def _exit_code(error: Exception) -> int | None:
     if isinstance(error, OSError):
         return EXIT_FAILED
     # Imported only now that something went wrong: these modules are slow to import.
+    from engine.model_config import ModelError
+    from engine.pool import MemorySizeError, PoolTooSmallError
+    from engine.store import StoreError
+    from kernels.layout import LayoutUnsupportedError
     from transport.client import Refused, Unreachable
     from transport.jsonlines import UnreadableLog
 
@@ -170,7 +175,13 @@ def _exit_code(error: Exception) -> int | None:
         return EXIT_UNREADABLE
     if isinstance(error, Unreachable):
         return EXIT_UNREACHABLE
-    return EXIT_REFUSED if isinstance(error, Refused) else None
+    if isinstance(error, Refused):
+        return EXIT_REFUSED
+    if isinstance(error, StoreError):
+        return EXIT_FAILED
+    # A model that cannot be loaded and memory that holds no pool are settings to change.
+    unusable = (ModelError, MemorySizeError, PoolTooSmallError, LayoutUnsupportedError)
+    return EXIT_USAGE if isinstance(error, unusable) else None
 
 
 def _complain(tokens: Sequence[str], error: Exception, *, code: int) -> int:

@@ -84,11 +84,24 @@ async def run_until_signalled(run: Runner, ready: Ready) -> int:
                     return
                 stop.set()
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        code = await run(ready, stop)
-        tasks.cancel_scope.cancel()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            code = await run(ready, stop)
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise sole_error(group) from group
     return code
+
+
+def sole_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error inside nested groups; the group itself when there are several."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        if len(error.exceptions) != 1:
+            return group
+        error = error.exceptions[0]
+    return error
 
 
 def announce(part: str, address: str, *, json: bool) -> None:

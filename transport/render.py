@@ -260,7 +260,7 @@ def replay_lines(log: LogFile, report: Report) -> Iterator[str]:
     yield "events: " + (", ".join(f"{name} {count}" for name, count in report.events) or "none")
     yield "phases: " + (", ".join(f"{name} {count}" for name, count in report.phases) or "none")
     for finding in report.findings:
-        yield from _finding_lines(finding)
+        yield from finding_lines(finding)
     for one in log.unknown:
         place = f"line {one.line}" if one.line else f"position {one.position}"
         yield f"not evaluated: {place}, event {one.name or 'without a name'}: {one.reason}"
@@ -272,7 +272,8 @@ def replay_lines(log: LogFile, report: Report) -> Iterator[str]:
         yield f"{len(report.findings)} request(s) with a violation"
 
 
-def _finding_lines(finding: Finding) -> Iterator[str]:
+def finding_lines(finding: Finding) -> Iterator[str]:
+    """What is wrong, for one violation."""
     violation = finding.violation
     rule = RULES[violation.rule]
     yield (
