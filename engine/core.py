@@ -18,20 +18,18 @@ import attrs
 
 from engine.allocator import PageAllocator
 from engine.effects import EngineEffect, Forget, Payload, Propose, Step
+from engine.holdings import Holding, Key, proposal_key
 from lifecycle.events import (
     ByEngine,
     Drained,
     Entry,
     Failed,
-    Finished,
     Proof,
     Proposable,
     Proposal,
     Purpose,
     Released,
     Reserved,
-    Transferred,
-    Verified,
 )
 from lifecycle.history import History
 from lifecycle.ids import FLEET, GrantId, PageRange, Party, RequestId, TokenRange
@@ -52,18 +50,6 @@ class LogDivergedError(RuntimeError):
 
 
 @attrs.define
-class Holding:
-    """Pages that this engine took for a grant, logged or not yet.
-
-    `steps` are the passes in flight that touch them; `logged` is read from the copy.
-    """
-
-    request: RequestId
-    attempt: int
-    reserved: Reserved
-
-
-@attrs.define
 class Job:
     """What an engine has done for one attempt; everything else is in its copy of the log."""
 
@@ -74,26 +60,6 @@ class Job:
 
 
 JobT = TypeVar("JobT", bound=Job)
-Key = tuple[object, ...]
-
-
-def proposal_key(request: RequestId, attempt: int, body: Proposable) -> Key:
-    """What makes two proposals the same one."""
-    match body:
-        case Reserved():
-            return (request, "reserved", body.grant)
-        case Transferred():
-            return (request, "transferred", body.grant, body.tokens)
-        case Drained():
-            return (request, "drained", body.grant, body.party)
-        case Released():
-            return (request, "released", body.grant)
-        case Verified():
-            return (request, "verified", attempt)
-        case Finished():
-            return (request, "finished", attempt)
-        case Failed():
-            return (request, "failed", attempt, body.cause)
 
 
 class EngineCore(Generic[JobT]):

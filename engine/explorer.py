@@ -18,7 +18,6 @@ import attrs
 from engine.world import World
 from engine.world_values import FAULTS, Action, Found, Scenario
 
-
 FAULT_KINDS = frozenset(FAULTS)
 
 
@@ -50,7 +49,9 @@ class Outcome:
     trace: Trace | None = None
 
 
-def walk(scenario: Scenario, seed: int, *, steps: int = 250, worlds: Callable[[Scenario], World] = World) -> tuple[World, Trace | None, int]:
+def walk(
+    scenario: Scenario, seed: int, *, steps: int = 250, worlds: Callable[[Scenario], World] = World
+) -> tuple[World, Trace | None, int]:
     """One run; the same seed walks the same way. Returns the world, the finding, the steps."""
     chance = random.Random(seed)
     faults = dict(scenario.faults)
@@ -91,9 +92,7 @@ def _draw(chance: random.Random, possible: tuple[Action, ...], weight: float) ->
     return chance.choice([a for a in possible if a[0] == kind])
 
 
-def explore(
-    scenario: Scenario, *, runs: int, first_seed: int = 0, steps: int = 250
-) -> Outcome:
+def explore(scenario: Scenario, *, runs: int, first_seed: int = 0, steps: int = 250) -> Outcome:
     """Walk until something is found or the runs are used up."""
     outcome = Outcome()
     for seed in range(first_seed, first_seed + runs):

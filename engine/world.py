@@ -13,11 +13,11 @@ import attrs
 
 from engine.allocator import AllocatorError
 from engine.core import LogDivergedError
-from engine.effects import DecodeSlice, Payload, Post, PrefillSlice, Step
+from engine.effects import DecodeSlice, Payload, Post, PrefillSlice, Publish, Step
 from engine.prefill import Posted
-from engine.scheduler import SequencerError
-from engine.world_checks import Checks
-from engine.world_memory import Write, count_reads
+from engine.sequencer import SequencerError
+from engine.world_memory import count_reads
+from engine.world_options import Key, Options
 from engine.world_values import Action, Client, Found, Tokens
 from lifecycle.events import (
     Cause,
@@ -29,126 +29,11 @@ from lifecycle.events import (
     Verified,
 )
 from lifecycle.ids import EngineId, Party, RequestId
-from lifecycle.state import LIVE, OPEN
-
-Key = tuple[Party, int]
+from lifecycle.state import LIVE
 
 
-class World(Checks):
+class World(Options):
     """The real cores, and everything around them that may go wrong."""
-
-    # --- what can happen ----------------------------------------------------------------------
-
-    def enabled(self) -> tuple[Action, ...]:
-        """Everything that can happen now, in an order that depends on the world alone."""
-        out: list[Action] = []
-        if self.asked < len(self.scenario.asked):
-            out.append(("submit",))
-        for party in self.cores:
-            self._enabled_stream(party, out)
-            self._enabled_steps(party, out)
-        for engine in sorted(self.must_leave):
-            if not any(p in self.steps for p in self.parties(engine)):
-                out.append(("rejoin", engine))
-        out.extend(("verify", index) for index in range(len(self.verifies)))
-        out.extend(("fenced", index) for index in range(len(self.fences)))
-        for key, write in self.writes.items():
-            self._enabled_write(key, write, out)
-        if self.durable < len(self.stored):
-            out.append(("flush",))
-        self._enabled_faults(out)
-        return tuple(out)
-
-    def _may(self, fault: str) -> bool:
-        return self.budget.get(fault, 0) > 0
-
-    def _enabled_stream(self, party: Party, out: list[Action]) -> None:
-        if party not in self.connected:
-            if party.engine not in self.must_leave:
-                out.append(("connect", party))
-            return
-        waiting = self.up[party]
-        if waiting:
-            out.append(("up", party))
-            out.extend((f, party) for f in ("lose", "repeat") if self._may(f))
-            if len(waiting) > 1 and self._may("swap"):
-                out.append(("swap", party))
-        if self.down[party]:
-            out.append(("down", party))
-        if self.answers[party]:
-            out.append(("answer", party))
-        elif not waiting and self.cores[party].outstanding:
-            out.append(("retransmit", party))
-        if self._may("break"):
-            out.append(("break", party))
-
-    def _enabled_steps(self, party: Party, out: list[Action]) -> None:
-        if party in self.steps:
-            out.append(("step-end", party))
-            if self._may("step-fails"):
-                out.append(("step-fails", party))
-        elif party.engine not in self.must_leave and self.cores[party].can_step():
-            out.append(("step", party))
-
-    def _enabled_write(self, key: Key, write: Write, out: list[Action]) -> None:
-        owner = write.post.grant.owner in self.cores
-        lands = owner and self._lets_in(write)
-        if write.ended:
-            if lands and self._may("lie"):
-                out.append(("lie", *key))
-            return
-        if lands and not write.landed:
-            out.append(("land", *key))
-        if lands and write.landed and self._may("reland"):
-            out.append(("reland", *key))
-        if write.orphan or write.silent:
-            return
-        if write.landed:
-            out.append(("done", *key))
-        elif not owner or (not lands and self._given_up(write)):
-            out.append(("failed", *key))
-        if self._may("fail"):
-            out.append(("fail", *key))
-        if not write.doubted:
-            out.extend((f, *key) for f in ("doubt", "hang") if self._may(f))
-
-    def _lets_in(self, write: Write) -> bool:
-        if not self.scenario.placing:
-            return True
-        grant = write.post.grant
-        return grant in self.exposed and (grant, write.party) not in self.refused
-
-    def _given_up(self, write: Write) -> bool:
-        """Whether the writer's shell tries a refused post no longer: its attempt is over."""
-        post = write.post
-        state = self.cores[write.party].log.state(post.request)
-        over = state.phase not in LIVE or state.attempt != post.attempt
-        return over or (post.grant, write.party) in self.refused
-
-    def _enabled_faults(self, out: list[Action]) -> None:
-        if self._may("cancel"):
-            out.extend(
-                ("cancel", request)
-                for request, client in self.clients.items()
-                if not client.ended and not client.gone
-            )
-        if self._may("tick") and self.next_deadline() is not None:
-            out.append(("tick",))
-        out.extend((f,) for f in ("crash", "process-crash") if self._may(f))
-        for engine in self.incarnations:
-            out.extend((f, engine) for f in ("restart", "declare-lost") if self._may(f))
-
-    def next_deadline(self) -> int | None:
-        """The first moment at which time alone changes something."""
-        times = [p.wanted.deadline_ns for p in self.scheduler.queue.waiting()]
-        for state in self.scheduler.log.requests.values():
-            if state.phase in OPEN:
-                times.append(state.deadline_ns)
-            if state.settle_by_ns and any(
-                state.phase not in LIVE or g.attempt < state.attempt for g in state.unsettled
-            ):
-                times.append(state.settle_by_ns)
-        return min(times, default=None)
 
     # --- what happens -------------------------------------------------------------------------
 
@@ -241,7 +126,7 @@ class World(Checks):
     def _do_down(self, party: Party) -> None:
         item, self.down[party] = self.down[party][0], self.down[party][1:]
         core = self.cores[party]
-        if hasattr(item, "entry"):
+        if isinstance(item, Publish):
             self.act(party, core.receive(item.position, item.entry, item.payload))
             self.scheduler.acknowledge(party, core.position)
             life = core.log.fleet.life(party.engine, party.incarnation)
@@ -279,6 +164,9 @@ class World(Checks):
         self._do_process_crash()
 
     def _do_process_crash(self) -> None:
+        if self.scenario.flush_at_start:
+            # What a new life shows as its log must not be forgotten by the next crash.
+            self.durable = len(self.stored)
         self.outcomes = ()
         for party in self.cores:
             self.cut(party)
@@ -314,7 +202,9 @@ class World(Checks):
                 self._read(party, part, part.position, wrong)
         self.steps[party] = (step, wrong)
 
-    def _read(self, party: Party, part: DecodeSlice, count: int, wrong: dict[RequestId, int]) -> None:
+    def _read(
+        self, party: Party, part: DecodeSlice, count: int, wrong: dict[RequestId, int]
+    ) -> None:
         page = self.memory.read(self.cores[party], part, count)
         if page is not None:
             if not self.scenario.faults.get("lie"):

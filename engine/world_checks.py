@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Self
 
-import attrs
-
 from engine.world_memory import numbers
 from engine.world_shells import PREFILL, Shells
 from engine.world_values import Action, Found
@@ -65,7 +63,9 @@ class Checks(Shells):
         for finding in report.findings:
             if finding.violation.rule != "bounded":
                 violation = finding.violation
-                raise Found("replay", f"{violation.guard}: {violation.message}", rule=violation.rule)
+                raise Found(
+                    "replay", f"{violation.guard}: {violation.message}", rule=violation.rule
+                )
 
     def broken_rule(self) -> str:
         """The first rule that the log breaks, or nothing."""
@@ -149,7 +149,8 @@ class Checks(Shells):
                 held |= mask_of(holding.reserved.pages)
             if account.held or account.booked or account.quarantined != held:
                 raise Found(
-                    "leak", f"{party}: log {account.held:b} held, {account.quarantined:b} "
+                    "leak",
+                    f"{party}: log {account.held:b} held, {account.quarantined:b} "
                     f"quarantined, {account.booked} booked; engine {held:b}",
                     rule="conservation",
                 )
@@ -194,8 +195,16 @@ class Checks(Shells):
         other.cores = {p: core.copy(other.mints[p]) for p, core in self.cores.items()}
         other.scheduler = self.scheduler.copy()
         for name in (
-            "incarnations", "up", "publishes", "down", "answers", "clients", "writes",
-            "digests", "steps", "budget",
+            "incarnations",
+            "up",
+            "publishes",
+            "down",
+            "answers",
+            "clients",
+            "writes",
+            "digests",
+            "steps",
+            "budget",
         ):
             setattr(other, name, dict(getattr(self, name)))
         other.sometimes = self.sometimes.copy()

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import attrs
 
-from engine.core import EngineCore, Holding
 from engine.effects import DecodeSlice, Post, PrefillSlice
-from engine.world_values import Found
+from engine.holdings import Holding
+from engine.world_values import Core, Found
 from lifecycle.events import Reserved
 from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange
 
@@ -61,7 +61,7 @@ def numbers(runs: Iterable[PageRange]) -> list[int]:
     return [page for run in runs for page in range(run.first, run.stop)]
 
 
-def holder(core: EngineCore, page: int) -> Holding | None:
+def holder(core: Core, page: int) -> Holding | None:
     """Which grant the engine's own books give this page to."""
     for holding in core.holdings.values():
         for run in holding.reserved.pages:
@@ -103,7 +103,7 @@ class Memory:
 
     # --- prefill ------------------------------------------------------------------------------
 
-    def compute(self, core: EngineCore, part: PrefillSlice) -> None:
+    def compute(self, core: Core, part: PrefillSlice) -> None:
         """A prefill step has written its tokens into its source pages."""
         pages, size, pool = numbers(part.pages), self.page_tokens, self.pools[core.party]
         for token in range(part.start, part.start + part.count):
@@ -115,7 +115,7 @@ class Memory:
             pool = put(pool, page, Cell(part.tag, token // size, (*kept, taint)))
         self.pools[core.party] = pool
 
-    def pack(self, core: EngineCore, post: Post) -> int:
+    def pack(self, core: Core, post: Post) -> int:
         """Copy source pages into staging under the grant's tag; returns the range digest."""
         size, pool, staging = self.page_tokens, self.pools[core.party], self.staging[core.party]
         digest = 0
@@ -144,7 +144,7 @@ class Memory:
         cells = self.staging[write.party]
         return tuple(c for c in (cells[n] for n in numbers(write.post.staging)) if c is not None)
 
-    def land(self, owner: EngineCore, write: Write) -> None:
+    def land(self, owner: Core, write: Write) -> None:
         """A write arrives in the owner's pages: they must still be the grant's that it names."""
         post, pool = write.post, self.pools[owner.party]
         for page, cell in zip(numbers(post.target_pages), self.content(write), strict=True):
@@ -164,7 +164,7 @@ class Memory:
     # --- decode -------------------------------------------------------------------------------
 
     def verify(
-        self, core: EngineCore, reserved: Reserved, tokens: TokenRange, digest: int
+        self, core: Core, reserved: Reserved, tokens: TokenRange, digest: int
     ) -> tuple[int, int | None]:
         """Compare what a write brought: pages compared, and the page that differs, if any."""
         size, pool = self.page_tokens, self.pools[core.party]
@@ -186,7 +186,7 @@ class Memory:
             total += digest_of(cell)
         return len(pages), None if total == digest else pages[0]
 
-    def read(self, core: EngineCore, part: DecodeSlice, count: int) -> int | None:
+    def read(self, core: Core, part: DecodeSlice, count: int) -> int | None:
         """What a decode step reads: the page whose header differs, if any.
 
         Bytes that pass the headers and are not the attempt's own are the incident itself.
@@ -205,7 +205,7 @@ class Memory:
                 raise Found("observed-foreign", f"{part.request} reads {cell.tokens}, not {want}")
         return None
 
-    def append(self, core: EngineCore, part: DecodeSlice) -> None:
+    def append(self, core: Core, part: DecodeSlice) -> None:
         """A decode step has written the token that it ran."""
         size, pool = self.page_tokens, self.pools[core.party]
         logical = part.position // size
@@ -220,7 +220,7 @@ class Memory:
             cell = Cell(before.tag, before.position, (*before.tokens, taint))
         self.pools[core.party] = put(pool, page, cell)
 
-    def _own(self, core: EngineCore, page: int, request: RequestId, attempt: int, what: str) -> None:
+    def _own(self, core: Core, page: int, request: RequestId, attempt: int, what: str) -> None:
         found = holder(core, page)
         if found is None or (found.request, found.attempt) != (request, attempt):
             whose = "free" if found is None else f"{found.request}'s"

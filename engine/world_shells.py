@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import attrs
 
-from engine.core import EngineCore
 from engine.decode import DecodeCore
 from engine.effects import (
     Answer,
@@ -20,7 +19,6 @@ from engine.effects import (
     Expose,
     Fence,
     Forget,
-    Payload,
     Post,
     Propose,
     Publish,
@@ -37,7 +35,7 @@ from engine.effects import (
 from engine.prefill import PrefillCore
 from engine.scheduler import RefusedEngineError, Scheduler
 from engine.world_memory import Memory, Write
-from engine.world_values import Client, Found, Mint, Scenario, Tokens
+from engine.world_values import Client, Core, Found, Mint, Scenario, Tokens
 from lifecycle.decide import Limits
 from lifecycle.events import Attached, Entry, Finished, Proposal, Role, Verified
 from lifecycle.ids import EngineId, GrantId, Party, RequestId
@@ -64,7 +62,7 @@ class Shells:
         self.stored: list[tuple[int, Entry]] = []
         self.durable = 0
         self.memory = Memory(scenario.page_tokens)
-        self.cores: dict[Party, EngineCore] = {}
+        self.cores: dict[Party, Core] = {}
         self.mints: dict[Party, Mint] = {}
         self.incarnations: dict[EngineId, int] = {PREFILL: 0, DECODE: 0}
         self.connected: frozenset[Party] = frozenset()
@@ -77,7 +75,7 @@ class Shells:
         self.verified: frozenset[tuple[RequestId, int]] = frozenset()
         self.writes: dict[tuple[Party, int], Write] = {}
         self.digests: dict[tuple[Party, int], int] = {}
-        self.steps: dict[Party, tuple[Step, dict[RequestId, str]]] = {}
+        self.steps: dict[Party, tuple[Step, dict[RequestId, int]]] = {}
         self.verifies: tuple[tuple[Party, VerifyPages], ...] = ()
         self.fences: tuple[tuple[Party, Fence], ...] = ()
         self.exposed: frozenset[GrantId] = frozenset()
@@ -142,10 +140,10 @@ class Shells:
             self.memory.pools[party] = (None,) * pages
             self.memory.staging[party] = (None,) * self.scenario.staging
             for channel in (self.up, self.publishes, self.down, self.answers):
-                channel[party] = ()  # type: ignore[index]
+                channel[party] = ()
             self.connect(party)
 
-    def _core(self, party: Party) -> EngineCore:
+    def _core(self, party: Party) -> Core:
         scenario, mint = self.scenario, self.mints[party]
         if party.engine == PREFILL:
             return scenario.prefill(
@@ -175,7 +173,7 @@ class Shells:
                 content = self.memory.content(write)
                 self.writes[name] = attrs.evolve(write, orphan=True, content=content)
         for table in (self.cores, self.mints, self.up, self.publishes, self.down, self.answers):
-            del table[party]  # type: ignore[attr-defined]
+            del table[party]
         del self.memory.pools[party], self.memory.staging[party]
         self.steps.pop(party, None)
         self.connected -= {party}

@@ -16,11 +16,12 @@ from engine.scheduler import Scheduler
 from lifecycle.events import FenceScope, Finished
 from lifecycle.ids import Party, RequestId
 
+Core = PrefillCore | DecodeCore
 Action = tuple[str, *tuple[object, ...]]
 """What can happen next: a name, and whom it concerns."""
 
 
-class Found(Exception):  # noqa: N818 - a finding is what a search looks for, not an error of ours
+class Found(Exception):
     """An oracle saw what must never be; `name` is the oracle's."""
 
     def __init__(self, name: str, message: str, *, rule: str = "") -> None:
@@ -86,6 +87,8 @@ class Scenario:
     decode: Callable[..., DecodeCore] = DecodeCore
     epochs_repeat: bool = False
     """A broken store that gives every life the same epoch."""
+    flush_at_start: bool = True
+    """A scheduler makes durable what it found before it says what the log holds."""
 
     @property
     def fence_scope(self) -> FenceScope:

@@ -1,0 +1,51 @@
+"""What an engine holds for an attempt, and what makes two proposals the same one.
+
+Owns: a holding's record, and a proposal's key.
+Must not know: when something is held or proposed; that is `core`'s.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from lifecycle.events import (
+    Drained,
+    Failed,
+    Finished,
+    Proposable,
+    Released,
+    Reserved,
+    Transferred,
+    Verified,
+)
+from lifecycle.ids import RequestId
+
+Key = tuple[object, ...]
+
+
+def proposal_key(request: RequestId, attempt: int, body: Proposable) -> Key:
+    """What makes two proposals the same one."""
+    match body:
+        case Reserved():
+            return (request, "reserved", body.grant)
+        case Transferred():
+            return (request, "transferred", body.grant, body.tokens)
+        case Drained():
+            return (request, "drained", body.grant, body.party)
+        case Released():
+            return (request, "released", body.grant)
+        case Verified():
+            return (request, "verified", attempt)
+        case Finished():
+            return (request, "finished", attempt)
+        case Failed():
+            return (request, "failed", attempt, body.cause)
+
+
+@attrs.frozen
+class Holding:
+    """Pages that this engine took for a grant, logged or not yet."""
+
+    request: RequestId
+    attempt: int
+    reserved: Reserved
