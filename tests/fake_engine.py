@@ -25,10 +25,10 @@ from engine.effects import (
     VerifyPages,
 )
 from engine.prefill import Posted, PrefillCore
-from lifecycle.events import Finished, FinishReason, Role, Verified
+from lifecycle.events import FenceScope, Finished, FinishReason, Role, Verified
 from lifecycle.ids import EngineId, Party, RequestId, count_pages
 from transport import codec
-from transport.codec_values import FENCE_SCOPES, ROLES, FenceScope
+from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc
 

@@ -35,13 +35,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, owner: SchedulerOwner) -> None:
         self._owner = owner
 
-    async def GetStatus(  # type: ignore[override]
+    async def GetStatus(
         self, request: pb.GetStatusRequest, context: Context
     ) -> pb.GetStatusResponse:
         """What there is and how full it is, at one moment."""
         return await self._owner.ask(partial(status, self._owner))
 
-    async def DrainEngine(  # type: ignore[override]
+    async def DrainEngine(
         self, request: pb.DrainEngineRequest, context: Context
     ) -> pb.DrainEngineResponse:
         """The engine is given nothing new; NOT_FOUND when none of that name is attached."""
@@ -53,7 +53,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             await context.abort_with_status(refusal.status())
         return pb.DrainEngineResponse(incarnation=incarnation)
 
-    async def DrainScheduler(  # type: ignore[override]
+    async def DrainScheduler(
         self, request: pb.DrainSchedulerRequest, context: Context
     ) -> pb.DrainSchedulerResponse:
         """New requests are refused from now on; the process goes on."""
@@ -64,7 +64,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
         return pb.DrainSchedulerResponse(requests_open=await self._owner.ask(drain))
 
-    async def CancelRequest(  # type: ignore[override]
+    async def CancelRequest(
         self, request: pb.CancelRequestRequest, context: Context
     ) -> pb.CancelRequestResponse:
         """End a request; NOT_FOUND when this log knows none of that name."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, NoReturn
@@ -44,12 +45,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Generates text."""
 
     def __init__(
-        self, owner: SchedulerOwner, tokenising: Tokenising, *, request_ns_max: int
+        self, owner: SchedulerOwner, tokenising: Tokenising, *, request_seconds_max: float
     ) -> None:
-        """`request_ns_max` bounds every request, whatever deadline its call has."""
+        """`request_seconds_max` bounds every request, whatever deadline its call has."""
         self._owner = owner
         self._tokenising = tokenising
-        self._request_ns_max = request_ns_max
+        self._request_seconds_max = request_seconds_max
 
     # grpc.aio takes a coroutine that writes by the context as well as a generator.
     async def Generate(  # type: ignore[override]
@@ -63,9 +64,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         except Refused as refused:
             await _abort(context, refused.refusal)
 
-    async def Complete(  # type: ignore[override]
-        self, request: pb.CompleteRequest, context: Context
-    ) -> pb.CompleteResponse:
+    async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         """The same in one answer."""
         response = pb.CompleteResponse()
         texts: list[str] = []
@@ -102,8 +101,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     yield step
         except asyncio.CancelledError:
             # A cancelled call, a call past its deadline and a lost connection look alike.
-            left = context.time_remaining()
-            late = left is not None and left <= 0
+            late = _seconds_left(context) <= 0
             cause = Cause.DEADLINE if late else Cause.CLIENT_CANCEL
             raise
         finally:
@@ -112,10 +110,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _submit(self, request: pb.GenerateRequest, reader: Reader, context: Context) -> None:
         owner = self._owner
         asked_ns = owner.now()
-        left = context.time_remaining()
-        limit_ns = self._request_ns_max
-        if left is not None:
-            limit_ns = min(limit_ns, max(0, int(left * NANOSECONDS)))
+        seconds = min(_seconds_left(context), self._request_seconds_max)
         try:
             prepared = await self._tokenising.prepare(
                 request, context_tokens=owner.core.limits.context_tokens
@@ -130,13 +125,19 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             tokens=prepared.tokens,
             sampling=prepared.sampling,
             new_tokens_max=prepared.new_tokens_max,
-            deadline_ns=asked_ns + limit_ns,
+            deadline_ns=asked_ns + int(seconds * NANOSECONDS),
             asked_ns=asked_ns,
             tenant=TENANT,
             key=request.idempotency_key,
             body=_body(request),
         )
         await owner.tell(partial(owner.clients.submit, reader, asked))
+
+
+def _seconds_left(context: Context) -> float:
+    # The library's stubs do not say that a call without a deadline has none.
+    left: Any = context.time_remaining()
+    return math.inf if left is None else float(left)
 
 
 def _body(request: pb.GenerateRequest) -> bytes:

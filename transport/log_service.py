@@ -47,7 +47,7 @@ class LogService(log_pb2_grpc.LogServiceServicer):
         self._heartbeat_seconds = heartbeat_seconds
         self.closing = anyio.Event()
 
-    async def GetRequestLog(  # type: ignore[override]
+    async def GetRequestLog(
         self, request: pb.GetRequestLogRequest, context: Context
     ) -> pb.GetRequestLogResponse:
         """Every entry of one request; NOT_FOUND when the log knows none."""
@@ -57,7 +57,7 @@ class LogService(log_pb2_grpc.LogServiceServicer):
             await _abort(context, refusals.not_found("request", name))
         return pb.GetRequestLogResponse(entries=[encode_stored(s) for s in stored])
 
-    async def ListRequests(  # type: ignore[override]
+    async def ListRequests(
         self, request: pb.ListRequestsRequest, context: Context
     ) -> pb.ListRequestsResponse:
         """One page of requests; the token is the number of requests before the page."""
@@ -94,6 +94,7 @@ class LogService(log_pb2_grpc.LogServiceServicer):
             attempt=line.attempt,
         )
 
+    # grpc.aio takes a coroutine that writes by the context as well as a generator.
     async def Tail(  # type: ignore[override]
         self, request: pb.TailRequest, context: Context
     ) -> None:

@@ -152,7 +152,7 @@ class Services:
             prompt_bytes_max=settings.prompt_bytes_max,
         )
         generation = GenerationService(
-            owner, tokenising, request_ns_max=nanoseconds(settings.request_seconds_max)
+            owner, tokenising, request_seconds_max=settings.request_seconds_max
         )
         log = LogService(owner)
         servicer = health.HealthServicer()
