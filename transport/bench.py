@@ -14,9 +14,10 @@ import attrs
 from transport import bench_inside, bench_serving, bench_transfer
 from transport.bench_context import (
     BenchSettings,
+    Bystanders,
     Context,
     UnknownMeasure,
-    busy_cores,
+    busy_before,
     machine,
 )
 from transport.bench_stats import Figure, Report
@@ -48,12 +49,14 @@ def run_bench(settings: BenchSettings, *, progress: Callable[[str], None]) -> Re
     figures: list[Figure] = []
     with Context(settings, progress=progress) as context:
         for name in (name for name in MEASURES if name in wanted):
-            before = busy_cores()
+            before, bystanders = busy_before(), Bystanders()
             progress(f"{name}: {before:.2f} cores busy with other work")
             found = MEASURES[name](context)
-            for figure in found:
-                noted = figure.notes | {"cores_busy_before": round(before, 2)}
-                figures.append(attrs.evolve(figure, notes=noted))
+            load = {
+                "cores_busy_with_others_before": round(before, 2),
+                "cores_busy_with_others_meanwhile": round(bystanders.cores(), 2),
+            }
+            figures += [attrs.evolve(figure, notes=figure.notes | load) for figure in found]
         versions = context.versions()
     return Report(
         date=date,

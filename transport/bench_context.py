@@ -175,18 +175,58 @@ def machine() -> dict[str, Any]:
     return {"cores": cores, "processor": _processor(), "kernel": platform.release(), **_memory()}
 
 
-def busy_cores(seconds: float = WATCH_SECONDS) -> float:
-    """How many cores' worth of work runs on this machine now, whoever's it is."""
-    busy, start = _busy_ticks(), time.perf_counter()
+class Bystanders:
+    """How many cores' worth of work others did on this machine since this was made.
+
+    Everything counts that neither this process nor a descendant of it did.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._others = _busy_ticks() - _own_ticks()
+
+    def cores(self) -> float:
+        """On average until now."""
+        spent = max(time.perf_counter() - self._start, 1e-9)
+        ticks = max(0, _busy_ticks() - _own_ticks() - self._others)
+        return ticks / os.sysconf("SC_CLK_TCK") / spent
+
+
+def busy_before(seconds: float = WATCH_SECONDS) -> float:
+    """Cores busy with others' work while nothing of ours runs."""
+    bystanders = Bystanders()
     time.sleep(seconds)
-    ticks = _busy_ticks() - busy
-    return ticks / os.sysconf("SC_CLK_TCK") / (time.perf_counter() - start)
+    return bystanders.cores()
 
 
 def _busy_ticks() -> int:
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
     user, nice, system, _idle, _wait, *others = (int(field) for field in fields)
     return user + nice + system + sum(others[:3])
+
+
+def _own_ticks() -> int:
+    """Ticks of this process, its descendants, and those of them that have ended and been awaited."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            text = (entry / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue  # it has ended meanwhile
+        # The name may hold spaces and brackets, and ends with the last bracket.
+        fields = text.rpartition(")")[2].split()
+        process = int(entry.name)
+        parents[process] = int(fields[1])
+        ticks[process] = sum(int(field) for field in fields[11:15])
+    own, grown = {os.getpid()}, True
+    while grown:
+        more = {process for process, parent in parents.items() if parent in own} - own
+        own |= more
+        grown = bool(more)
+    return sum(ticks.get(process, 0) for process in own)
 
 
 def _processor() -> str:

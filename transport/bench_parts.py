@@ -188,6 +188,15 @@ class Deployment:
             time.sleep(SETTLE_PAUSE_SECONDS)
         raise PartFailed(part="serve", words=f"it did not come to rest in {SETTLE_SECONDS} s")
 
+    def engine_steps(self) -> int:
+        """Forward passes of all engines so far, at rest.
+
+        Engines count in their signs of life, of which several come in each lease.
+        """
+        time.sleep(self.scheduler.lease_seconds / 2)
+        status = self.settle()
+        return sum(rank.counters.steps for engine in status.engines for rank in engine.ranks)
+
 
 def _busy(status: admin_pb2.GetStatusResponse) -> bool:
     quiet = (log_pb2.PHASE_CLOSED, log_pb2.PHASE_REJECTED)

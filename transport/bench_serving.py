@@ -78,8 +78,8 @@ def batch(context: Context) -> tuple[Figure, ...]:
     settings, deployment, peer = context.settings, context.deployment, context.peer
     prompts = [[context.prompt() for _ in range(settings.batch)] for _ in range(settings.runs)]
     # Prefill is serial: the first streams must go on while the last prompts are computed.
-    room = context.config.context - settings.prompt_tokens
-    asked = min(room, settings.new_tokens * (2 * settings.batch + 1))
+    # They are asked for as much as fits, and cut off when the last has its tokens.
+    asked = int(deployment.settle().context_tokens) - settings.prompt_tokens
 
     def ours(number: int) -> float:
         streams = together(
@@ -125,6 +125,7 @@ def _warm(context: Context, prompts: Sequence[Sequence[int]]) -> None:
 def refusal(context: Context) -> tuple[Figure, ...]:
     """A prompt that can never fit: how fast it is refused, and that nobody else hears of it."""
     deployment = context.deployment
+    steps = deployment.engine_steps()
     before = deployment.settle()
     request = greedy(context.prompt(int(before.context_tokens) + 1), new_tokens=1)
     took: list[float] = []
@@ -147,10 +148,6 @@ def refusal(context: Context) -> tuple[Figure, ...]:
         kinds = sorted({type(entry.event).__name__ for entry in entries})
         reason = f"{REFUSALS} refusals left {len(entries)} entries ({', '.join(kinds)})"
         raise UnusableSample(figure="refusal", reason=reason)
-    steps = [
-        sum(rank.counters.steps for engine in status.engines for rank in engine.ranks)
-        for status in (before, after)
-    ]
     return (
         Figure(
             name="refusal",
@@ -162,7 +159,7 @@ def refusal(context: Context) -> tuple[Figure, ...]:
             notes={
                 "entries_per_refusal": len(entries) / REFUSALS,
                 "entries_other_than_rejected": 0,
-                "engine_steps": steps[1] - steps[0],
+                "engine_steps": deployment.engine_steps() - steps,
             },
         ),
     )
