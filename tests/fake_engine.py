@@ -6,6 +6,7 @@ It does nothing by timers: every act follows a message or a call of the test.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterable
 
@@ -68,10 +69,14 @@ class FakeEngine:
         self.welcomes: list[pb.Welcome] = []
         self.peers: list[pb.PeerEndpoint] = []
         self.published: list[pb.Publication] = []
+        self.order: list[str] = []
+        self.endpoint = ""
         self.hush = False
+        self.gone = anyio.Event()
         self.core: PrefillCore | DecodeCore = self._core()
         self._out: list[pb.EngineItem] = []
         self._kick = anyio.Event()
+        self._writing = anyio.Lock()
         self._call: grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse] | None = None
 
     def _core(self) -> PrefillCore | DecodeCore:
@@ -128,7 +133,7 @@ class FakeEngine:
                 call = self._call = stub.Connect(wait_for_ready=True)
                 try:
                     await self._stream(call)
-                except (grpc.aio.AioRpcError, grpc.aio.UsageError, EOFError):
+                except (grpc.aio.AioRpcError, EOFError):
                     continue
                 except BaseException:
                     call.cancel()
@@ -184,11 +189,14 @@ class FakeEngine:
     async def _flush(
         self, call: grpc.aio.StreamStreamCall[pb.ConnectRequest, pb.ConnectResponse]
     ) -> None:
-        items, self._out = self._out, []
-        if items and self.refused is None:
+        # One write at a time is what a call allows.
+        async with self._writing:
+            items, self._out = self._out, []
+            if not items or self.hush or self.refused is not None:
+                return
             try:
                 await call.write(pb.ConnectRequest(items=items))
-            except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 # The reader sees the same end.
                 return
 
@@ -204,6 +212,7 @@ class FakeEngine:
             slots=16,
             context_tokens=512,
             layout=self.layout,
+            endpoint=self.endpoint,
             plane="naive",
             fence_scope=FENCE_SCOPES.encode(FenceScope.GRANT),
             process_id=1,
@@ -218,6 +227,8 @@ class FakeEngine:
         return pb.Cursor(epoch=self.core.epoch, position=self.core.position)
 
     def _item(self, item: pb.SchedulerItem) -> None:
+        payload = item.publication.HasField("payload")
+        self.order.append("payload" if payload else str(item.WhichOneof("item")))
         match item.WhichOneof("item"):
             case "welcome":
                 self._welcome(item.welcome)
@@ -233,6 +244,7 @@ class FakeEngine:
                 self.synced.set()
             case "refused":
                 self.refused = item.refused
+                self.gone.set()
             case "peer":
                 self.peers.append(item.peer)
             case _:

@@ -1,0 +1,132 @@
+"""Every cause has its status, and every status says the numbers."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+
+from lifecycle.events import Aborted, Cause, RejectCode, Rejected
+from lifecycle.ids import request_id
+from transport import refusals
+
+REQUEST = request_id(epoch=1, serial=1)
+Code = grpc.StatusCode
+
+
+def rejection(code: RejectCode, *, capacity_tokens: int = 0) -> Rejected:
+    return Rejected(code, "9 exceed 8", 9, 1, 8, capacity_tokens, "tenant", 3)
+
+
+def test_every_rejection_and_every_cause_has_a_status() -> None:
+    """Nothing is left to become UNKNOWN."""
+    assert refusals.REJECTIONS.keys() == set(RejectCode)
+    assert refusals.ABORTS.keys() == set(Cause)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (RejectCode.INVALID_REQUEST, Code.INVALID_ARGUMENT),
+        (RejectCode.CONTEXT_LENGTH_EXCEEDED, Code.INVALID_ARGUMENT),
+        (RejectCode.KV_POOL_CAPACITY_EXCEEDED, Code.OUT_OF_RANGE),
+        (RejectCode.QUEUE_FULL, Code.RESOURCE_EXHAUSTED),
+        (RejectCode.QUEUE_TIMEOUT, Code.RESOURCE_EXHAUSTED),
+        (RejectCode.TENANT_QUOTA_EXCEEDED, Code.RESOURCE_EXHAUSTED),
+        (RejectCode.DRAINING, Code.UNAVAILABLE),
+        (RejectCode.NOT_READY, Code.UNAVAILABLE),
+        (RejectCode.NO_ENGINE, Code.UNAVAILABLE),
+        (RejectCode.DEADLINE, Code.DEADLINE_EXCEEDED),
+        (RejectCode.CANCELLED, Code.CANCELLED),
+    ],
+)
+def test_a_rejection_keeps_its_reason_and_numbers(code: RejectCode, status: Code) -> None:
+    """The reason is the rejection's name; the numbers compared are metadata."""
+    refusal = refusals.rejected(REQUEST, rejection(code, capacity_tokens=8))
+    assert (refusal.code, refusal.reason) == (status, code.name)
+    assert refusal.message == "9 exceed 8"
+    assert refusal.metadata == {
+        "request_id": REQUEST,
+        "prompt_tokens": "9",
+        "new_tokens_max": "1",
+        "context_tokens": "8",
+        "capacity_tokens": "8",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cause", "status", "reason"),
+    [
+        (Cause.ENGINE_LOST, Code.UNAVAILABLE, "ENGINE_LOST"),
+        (Cause.TRANSFER_FAILED, Code.UNAVAILABLE, "TRANSFER_FAILED"),
+        (Cause.ATTEMPTS_EXHAUSTED, Code.UNAVAILABLE, "ATTEMPTS_EXHAUSTED"),
+        (Cause.SCHEDULER_RESTARTED, Code.UNAVAILABLE, "SCHEDULER_RESTARTED"),
+        (Cause.DEADLINE, Code.DEADLINE_EXCEEDED, "DEADLINE"),
+        (Cause.CLIENT_CANCEL, Code.CANCELLED, "CANCELLED"),
+        (Cause.SLOW_READER, Code.RESOURCE_EXHAUSTED, "SLOW_READER"),
+        (Cause.ISOLATION_VIOLATION, Code.INTERNAL, "KV_ISOLATION_VIOLATION"),
+    ],
+)
+def test_an_aborted_request_says_why(cause: Cause, status: Code, reason: str) -> None:
+    """Code and reason follow from the cause alone."""
+    refusal = refusals.aborted(REQUEST, Aborted(cause, "p/1/0"), attempts=2, tokens=5)
+    assert (refusal.code, refusal.reason) == (status, reason)
+    assert refusal.metadata.items() >= {"attempts": "2", "tokens": "5"}.items()
+
+
+def test_only_a_broken_isolation_rule_is_internal() -> None:
+    """INTERNAL is the one failure that gateways do not retry."""
+    internal = [c for c, (code, _) in refusals.ABORTS.items() if code is Code.INTERNAL]
+    assert internal == [Cause.ISOLATION_VIOLATION]
+    assert Code.INTERNAL not in refusals.REJECTIONS.values()
+
+
+def test_an_isolation_violation_names_page_and_tags() -> None:
+    """What was expected and what was found can be looked up in the log."""
+    event = Aborted(Cause.ISOLATION_VIOLATION, "d/1/0", "foreign tag", 7, 0xA, 0xB)
+    refusal = refusals.aborted(REQUEST, event, attempts=1, tokens=0)
+    numbers = {"page": "7", "tag_expected": "0xa", "tag_found": "0xb"}
+    assert refusal.metadata.items() >= numbers.items()
+    assert refusal.message.endswith("foreign tag")
+
+
+def test_each_detail_type_stands_once() -> None:
+    """ErrorInfo always; BadRequest, RetryInfo and QuotaFailure where they fit."""
+    full = refusals.Refusal(
+        code=Code.RESOURCE_EXHAUSTED,
+        reason="TENANT_QUOTA_EXCEEDED",
+        message="m",
+        field="f",
+        retry_seconds=3,
+        quota="t",
+    )
+    status = full.proto()
+    names = [d.type_url.rsplit(".", 1)[-1] for d in status.details]
+    assert names == ["ErrorInfo", "BadRequest", "RetryInfo", "QuotaFailure"]
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.domain, info.reason) == ("custody", "TENANT_QUOTA_EXCEEDED")
+    retry = error_details_pb2.RetryInfo()
+    assert status.details[2].Unpack(retry)
+    assert retry.retry_delay.seconds == 3
+    plain = refusals.log_unavailable("disk full").proto()
+    assert [d.type_url.rsplit(".", 1)[-1] for d in plain.details] == ["ErrorInfo"]
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    """RetryInfo goes with a queue that was full or too slow, and with nothing final."""
+    retried = {
+        code
+        for code in RejectCode
+        if refusals.rejected(REQUEST, rejection(code)).retry_seconds is not None
+    }
+    assert retried == {RejectCode.QUEUE_FULL, RejectCode.QUEUE_TIMEOUT}
+
+
+def test_reasons_are_short_and_upper_case() -> None:
+    """What clients compare is at most 63 characters of capitals and underscores."""
+    reasons = [code.name for code in RejectCode] + [r for _, r in refusals.ABORTS.values()]
+    for reason in reasons:
+        assert len(reason) <= 63
+        assert reason == reason.upper()
+        assert reason.replace("_", "").isalpha()
