@@ -178,17 +178,23 @@ class EngineShell:
     async def run(self, *, ready: Callable[[], None], stop: anyio.Event) -> int:
         """Join, work, leave; returns the exit code."""
         self._ready = ready
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._client.run)
-            tasks.start_soon(self._compute)
-            tasks.start_soon(self._tick)
-            tasks.start_soon(self._wake)
-            tasks.start_soon(self._watch, stop)
-            code = await self._own()
-            tasks.cancel_scope.cancel()
-        for stream in (self._send, self._receive, self._jobs, self._work):
-            stream.close()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._client.run)
+                tasks.start_soon(self._compute)
+                tasks.start_soon(self._tick)
+                tasks.start_soon(self._wake)
+                tasks.start_soon(self._watch, stop)
+                code = await self._own()
+                tasks.cancel_scope.cancel()
+        finally:
+            for stream in (self._send, self._receive, self._jobs, self._work):
+                stream.close()
         return code
+
+    def break_stream(self) -> None:
+        """Give up the stream to the scheduler; the next one resumes where this one ended."""
+        self._client.drop()
 
     async def _compute(self) -> None:
         """Run jobs one at a time in a worker thread, so that the loop never waits for torch."""
