@@ -125,6 +125,7 @@ class NaiveModel:
             self.over.add(event.grant)
 
     def _quiet(self, grant: GrantId) -> bool:
+        assert grant in self.grants, "a grant that nobody made"
         parties = self.grants[grant].parties
         return grant in self.recovered or all((grant, party) in self.drained for party in parties)
 
