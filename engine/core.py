@@ -110,24 +110,6 @@ class EngineCore(Generic[JobT]):
         other._mint = mint  # noqa: SLF001 - a copy of its own class
         return other
 
-    def key(self) -> tuple[object, ...]:
-        """A hashable value; equal cores of one party have equal keys."""
-        return (
-            self.party,
-            self.epoch,
-            self.position,
-            self.syncing,
-            self.running,
-            frozenset(self.log.requests),
-            self.allocator.key(),
-            frozenset(self.holdings),
-            tuple((name, attrs.astuple(job, recurse=False)) for name, job in self.jobs.items()),
-            tuple(self.outstanding.items()),
-            frozenset(self.accepted.items()),
-            frozenset(self.refused.items()),
-            tuple(self.waiting),
-        )
-
     # --- learning -----------------------------------------------------------------------------
 
     def begin_sync(self, epoch: int) -> None:

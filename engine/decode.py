@@ -93,11 +93,6 @@ class DecodeCore(EngineCore[DecodeJob]):
         other.retired = set(self.retired)
         return other
 
-    def key(self) -> tuple[object, ...]:
-        """As the base class says."""
-        access = (frozenset(self.fencing), frozenset(self.fenced), frozenset(self.retired))
-        return (*super().key(), access, self._turn)
-
     # --- checking -----------------------------------------------------------------------------
 
     def verify_ended(

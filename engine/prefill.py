@@ -110,12 +110,6 @@ class PrefillCore(EngineCore[PrefillJob]):
         other.reports = dict(self.reports)
         return other
 
-    def key(self) -> tuple[object, ...]:
-        """As the base class says."""
-        writings = frozenset((t, w.post, w.in_doubt) for t, w in self.writings.items())
-        posted = frozenset(self.posted.items())
-        return (*super().key(), self.staging.key(), writings, posted, tuple(self.reports.items()))
-
     # --- steps --------------------------------------------------------------------------------
 
     def can_step(self) -> bool:

@@ -118,21 +118,6 @@ class Sequencer:
         other.effects = list(self.effects)
         return other
 
-    def key(self) -> tuple[object, ...]:
-        """A hashable value; equal for equal schedulers over one stored log."""
-        relays = ((n, r.attempt, r.held, tuple(r.tokens)) for n, r in self.relays.items())
-        lines = ((p, line.expected, line.acknowledged) for p, line in self.lines.items())
-        return (
-            self.epoch,
-            self.position,
-            self.now_ns,
-            frozenset(self.entries),
-            tuple(pending.wanted for pending in self.queue.waiting()),
-            tuple(relays),
-            tuple(lines),
-            self._serial,
-        )
-
     def _append(
         self, request: RequestId, attempt: int, event: Event, by: Proposer | None = None
     ) -> int:

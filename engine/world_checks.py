@@ -1,6 +1,6 @@
-"""What must hold of a world at every moment, and at its end; its copies and its keys.
+"""What must hold of a world at every moment, and at its end; and its copies.
 
-Owns: the oracles that look at books and logs together, `copy` and `key`, the calm end.
+Owns: the oracles that look at books and logs together, `copy`, the calm end.
 Must not know: which action led here.
 """
 
@@ -183,7 +183,7 @@ class Checks(Shells):
             ):
                 raise Found("forgotten", f"{request} was forgotten with pages in quarantine")
 
-    # --- copies and keys ----------------------------------------------------------------------
+    # --- copies -------------------------------------------------------------------------------
 
     def copy(self) -> Self:
         """An independent copy."""
@@ -209,30 +209,3 @@ class Checks(Shells):
             setattr(other, name, dict(getattr(self, name)))
         other.sometimes = self.sometimes.copy()
         return other
-
-    def key(self) -> tuple[object, ...]:
-        """A hashable value: equal keys mean that the same things can happen from here."""
-        return (
-            tuple(self.stored),
-            self.durable,
-            self.now,
-            self.memory.key(),
-            tuple(core.key() for core in self.cores.values()),
-            self.scheduler.key(),
-            self.connected,
-            tuple(self.up.items()),
-            tuple(self.publishes.items()),
-            tuple(self.down.items()),
-            tuple(self.answers.items()),
-            self.outcomes,
-            tuple(self.clients.items()),
-            frozenset(self.writes.items()),
-            tuple((p, s.number, tuple(w)) for p, (s, w) in self.steps.items()),
-            self.verifies,
-            self.fences,
-            self.exposed,
-            self.refused,
-            self.must_leave,
-            tuple(self.budget.items()),
-            self.asked,
-        )

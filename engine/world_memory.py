@@ -97,10 +97,6 @@ class Memory:
         other.staging = dict(self.staging)
         return other
 
-    def key(self) -> tuple[object, ...]:
-        """A hashable value that is equal for equal memories."""
-        return (tuple(self.pools.items()), tuple(self.staging.items()))
-
     # --- prefill ------------------------------------------------------------------------------
 
     def compute(self, core: Core, part: PrefillSlice) -> None:

@@ -6,7 +6,7 @@ Must not know: what an action does.
 
 from __future__ import annotations
 
-from engine.world_checks import Checks
+from engine.world_key import Keyed
 from engine.world_memory import Write
 from engine.world_values import Action
 from lifecycle.ids import Party
@@ -16,7 +16,7 @@ Key = tuple[Party, int]
 """A write: its writer and its ticket."""
 
 
-class Options(Checks):
+class Options(Keyed):
     """A world that can say what may happen."""
 
     # --- what can happen ----------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""Exhaustion: every state of a small world, breadth first.
+
+Owns: the frontier, the keys seen, and the shortest trace to a finding.
+Must not know: what an action means.
+
+Keys are kept as their hashes, 64 bits each: two different states that hash alike would be taken
+for one, which at a million states has a chance of about one in ten million.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import attrs
+
+from engine.world import World
+from engine.world_values import Action, Found, Scenario
+
+STATES_MAX = 1_000_000
+
+
+@attrs.define
+class Exhausted:
+    """What was there: states, the longest shortest path, states from which nothing follows."""
+
+    states: int = 0
+    depth: int = 0
+    ends: int = 0
+    complete: bool = True
+    sometimes: Counter[str] = attrs.Factory(Counter)
+    found: Found | None = None
+    trace: tuple[Action, ...] = ()
+
+
+def exhaust(
+    scenario: Scenario,
+    *,
+    states_max: int = STATES_MAX,
+    worlds: Callable[[Scenario], World] = World,
+) -> Exhausted:
+    """Visit every reachable state once; stop at the first finding, which is a nearest one.
+
+    A state from which only repeats follow is an end: it must come to rest when it is left alone.
+    """
+    result = Exhausted()
+    first = worlds(scenario)
+    start = hash(first.key())
+    seen = {start}
+    parents: list[tuple[int, Action | None]] = [(-1, None)]
+    frontier = [(first, 0, start)]
+    while frontier:
+        following: list[tuple[World, int, int]] = []
+        for world, number, own in frontier:
+            moved = False
+            for action in world.enabled():
+                child = world.copy()
+                try:
+                    child.step(action)
+                except Found as found:
+                    result.found = found
+                    result.trace = (*_path(parents, number), action)
+                    result.states = len(seen)
+                    return result
+                key = hash(child.key())
+                moved = moved or key != own
+                if key in seen:
+                    continue
+                seen.add(key)
+                parents.append((number, action))
+                following.append((child, len(parents) - 1, key))
+            if not moved:
+                result.sometimes.update(set(world.sometimes))
+                result.ends += 1
+                try:
+                    world.copy().calm()
+                except Found as found:
+                    result.found = found
+                    result.trace = _path(parents, number)
+                    result.states = len(seen)
+                    return result
+            if len(seen) > states_max:
+                result.complete = False
+                result.states = len(seen)
+                return result
+        frontier = following
+        result.depth += bool(following)
+    result.states = len(seen)
+    return result
+
+
+def _path(parents: list[tuple[int, Action | None]], number: int) -> tuple[Action, ...]:
+    actions: list[Action] = []
+    while number >= 0:
+        number, action = parents[number]
+        if action is not None:
+            actions.append(action)
+    return tuple(reversed(actions))
