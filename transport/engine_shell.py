@@ -53,7 +53,7 @@ TICK_SECONDS = 0.02
 REPEAT_SECONDS = 1.0
 LEAVE_SECONDS_MAX = 60.0
 ALONE_SECONDS_MAX = 3.0
-"""How long a leaving engine waits for a scheduler that it cannot reach."""
+"""How long a leaving engine that holds something waits for a scheduler out of reach."""
 
 _log = structlog.get_logger("custody.engine")
 
@@ -281,8 +281,9 @@ class EngineShell:
                 self.owner.repeat()
         if not self._leaving_since_ns:
             return None
-        alone = bool(self._alone_since_ns) and now - self._alone_since_ns >= ALONE_SECONDS_MAX * 1e9
-        if alone and not self._client.welcomed:
+        alone_ns = now - self._alone_since_ns if self._alone_since_ns else 0
+        given_up = self.owner.idle or alone_ns >= ALONE_SECONDS_MAX * 1e9
+        if given_up and not self._client.welcomed:
             _log.info("left_without_scheduler", party=str(self.party), idle=self.owner.idle)
             return EXIT_DONE
         if now - self._leaving_since_ns >= LEAVE_SECONDS_MAX * 1e9:
