@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
+import attrs
 import grpc
 import pytest
 
+from engine.digests import keyed_digest
+from engine.scheduler import Scheduler
 from engine.store import Append, StoreUnavailable
+from lifecycle.decide import Limits
 from lifecycle.events import Role
 from lifecycle.ids import RequestId
 from lifecycle.replay import replay
@@ -19,9 +23,11 @@ from tests.fake_engine import FIRST_TOKEN, FakeEngine
 from tests.serving import Deployment, ask, deployment, details
 from tests.test_services import begin, last, rest, status_of
 from tests.tiny import tiny_llama
+from transport.fleet_streams import Link
 from transport.mailbox import Mailbox
 from transport.pb import admin_pb2, generation_pb2, lifecycle_pb2
 from transport.pb import fleet_pb2 as pb
+from transport.scheduler_owner import OwnerSettings, SchedulerOwner
 from transport.settings import InvalidSetting
 from transport.stores.memory import MemoryStore
 from transport.stores.segments import SegmentStore
@@ -156,6 +162,20 @@ async def test_nothing_is_admitted_while_the_log_cannot_be_written(model: Path) 
         await here.tail_until("finished", request=request)
         assert await refused(here) in {"", "LOG_UNAVAILABLE"}
         await conforms(here)
+
+
+async def test_an_end_that_cannot_be_stored_is_never_a_success(model: Path) -> None:
+    """At the deadline the client is told LOG_UNAVAILABLE, although every token came."""
+    store = FailingStore()
+    async with deployment(model, store=store, pause_at=2, request_seconds_max=0.6) as here:
+        call = here.generation.Generate(ask(new=4))
+        await here.decode.paused.wait()
+        store.failing = True
+        here.decode.go_on()
+        error = await status_of(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert details(error)[0].reason == "LOG_UNAVAILABLE"
+        store.failing = False
 
 
 async def refused(here: Deployment) -> str:
@@ -364,6 +384,68 @@ async def test_a_port_that_is_taken_is_a_setting_that_cannot_be_used(model: Path
                 ready=lambda _: None,
                 stop=anyio.Event(),
             )
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+@attrs.define
+class Clock:
+    """A clock that only the test moves."""
+
+    now_ns: int = 1
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def quiet_owner(clock: Clock, *, lease_ns: int) -> SchedulerOwner:
+    """An owner whose task does not run; the test makes its calls."""
+    core = Scheduler(limits=Limits(context_tokens=64), epoch=1, digest=keyed_digest(b"k"))
+    settings = OwnerSettings(
+        model="m",
+        model_context=64,
+        context_wanted=None,
+        tokenizer="t",
+        digest_key=b"k",
+        tenant_salt=b"s",
+        lease_ns=lease_ns,
+        reader_tokens_max=8,
+    )
+    owner = SchedulerOwner(core, MemoryStore(), settings, now=clock, monotonic=clock)
+    owner.resume()
+    return owner
+
+
+async def test_only_silence_that_was_listened_to_loses_an_engine() -> None:
+    """A scheduler that stood still forgives the silence; one that listened does not."""
+    clock, lease_ns = Clock(), 1_000
+    owner = quiet_owner(clock, lease_ns=lease_ns)
+    core = owner.core
+    link = Link()
+    owner.fleet.hello(link, FakeEngine(Role.DECODE, "nowhere").hello())
+    owner.fleet.streams.gone(link)
+    clock.now_ns += 10 * lease_ns
+    owner.tick()
+    assert [life.lost for life in core.log.fleet.alive()] == [None]
+    for _ in range(12):
+        clock.now_ns += lease_ns // 10
+        owner.tick()
+    assert core.log.fleet.alive() == ()
+    owner.close()
+
+
+async def test_a_stream_that_falls_too_far_behind_is_cut() -> None:
+    """The owner never waits for an engine: its outbox overflows, and the stream ends."""
+    owner = quiet_owner(Clock(), lease_ns=1_000)
+    link = Link(outbox=Mailbox(2))
+    owner.fleet.hello(link, FakeEngine(Role.DECODE, "nowhere").hello())
+    assert len(owner.fleet.streams.links) == 1
+    owner.fleet.streams.heartbeat()
+    owner.fleet.streams.heartbeat()
+    assert owner.fleet.streams.links == {}
+    assert await link.outbox.take() == []
+    owner.close()
 
 
 # --- mailboxes ------------------------------------------------------------------------------------

@@ -145,10 +145,10 @@ def _engine(owner: SchedulerOwner, life: Life) -> pb.EngineStatus:
 def _rank(owner: SchedulerOwner, life: Life, rank: int) -> pb.RankStatus:
     attached = life.attached
     party = Party(attached.engine, attached.incarnation, rank)
-    account, known = owner.core.log.ledger.get(party), owner.fleet.ranks.get(party)
+    account, known = owner.core.log.ledger.get(party), owner.fleet.streams.ranks.get(party)
     message = pb.RankStatus(
         rank=rank,
-        connected=party in owner.fleet.links,
+        connected=party in owner.fleet.streams.links,
         # The log's form: it bears no key.
         endpoint=attached.endpoints[rank],
     )

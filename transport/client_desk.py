@@ -12,19 +12,25 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
-import attrs
 import structlog
 
 from engine.digests import commitment
-from engine.effects import Payload, Publish, TellAdmitted, TellOutcome, TellTokens
-from lifecycle.events import Aborted, Admitted, Cause, Finished, RejectCode, Rejected
+from engine.effects import Payload, TellAdmitted, TellOutcome, TellTokens
+from lifecycle.events import Cause, Finished, RejectCode
 from lifecycle.ids import Party, RequestId
 from lifecycle.state import Phase
 from transport import refusals
-from transport.codec_values import FINISH_REASONS
-from transport.mailbox import Mailbox
-from transport.pb import fleet_pb2, generation_pb2
-from transport.refusals import Refusal
+from transport.client_records import (
+    Asked,
+    Key,
+    Reader,
+    Record,
+    admission_step,
+    chunk_step,
+    end_step,
+    note_stop,
+)
+from transport.pb import fleet_pb2
 
 if TYPE_CHECKING:
     from transport.scheduler_owner import SchedulerOwner
@@ -33,46 +39,6 @@ KEYS_MAX = 4096
 """Idempotency keys that are remembered after their requests have been answered."""
 
 _log = structlog.get_logger("custody.clients")
-
-Step = generation_pb2.GenerateResponse | Refusal
-Reader = Mailbox[Step]
-Key = tuple[str, str]
-
-
-@attrs.frozen(kw_only=True)
-class Asked:
-    """A request that can be decided on: tokenised, its sampling validated and filled in."""
-
-    tokens: tuple[int, ...]
-    sampling: generation_pb2.Sampling
-    new_tokens_max: int
-    deadline_ns: int
-    asked_ns: int
-    tenant: str
-    key: str = ""
-    body: bytes = b""
-
-
-@attrs.define(eq=False)
-class Record:
-    """One request and those who read its answer."""
-
-    request: RequestId
-    asked_ns: int
-    deadline_ns: int
-    key: Key | None = None
-    field: str = ""
-    prompt_tokens: int = 0
-    readers: list[Reader] = attrs.Factory(list)
-    admission: generation_pb2.GenerateResponse | None = None
-    chunks: list[generation_pb2.GenerateResponse] = attrs.Factory(list)
-    tokens: int = 0
-    attempts: int = 0
-    first_token_ns: int = 0
-    stop_string: str = ""
-    stop_token: int | None = None
-    end: Step | None = None
-    closed: bool = False
 
 
 class ClientDesk:
@@ -88,7 +54,7 @@ class ClientDesk:
     ) -> None:
         self.owner = owner
         self.reader_tokens_max = reader_tokens_max
-        self._digest_key = digest_key
+        self.digest_key = digest_key
         self._tenant_salt = tenant_salt
         self._records: dict[RequestId, Record] = {}
         self._of_reader: dict[Reader, Record] = {}
@@ -213,27 +179,8 @@ class ClientDesk:
         )
         record, state = self._records.get(request), core.log.state(request)
         if record is not None and effects and state.attempt == batch.attempt:
-            match batch.WhichOneof("matched_stop"):
-                case "stop_string":
-                    record.stop_string = batch.stop_string
-                case "stop_token_id":
-                    record.stop_token = batch.stop_token_id
-                case None:
-                    pass
+            note_stop(record, batch)
         self.owner.perform(effects)
-
-    def payload(self, effect: Publish) -> fleet_pb2.Payload:
-        """What travels beside an admission."""
-        payload, event = effect.payload, effect.entry.event
-        message = fleet_pb2.Payload(digest_key=self._digest_key)
-        if payload is None or not isinstance(event, Admitted):
-            return message
-        message.prompt_token_ids.extend(payload.tokens)
-        message.relayed_tokens = payload.relayed
-        if isinstance(payload.sampling, generation_pb2.Sampling):
-            message.sampling.CopyFrom(payload.sampling)
-        message.sampling.new_tokens_max = event.new_tokens_max
-        return message
 
     # --- from the core ------------------------------------------------------------------------
 
@@ -249,13 +196,7 @@ class ClientDesk:
             return
         if not record.first_token_ns:
             record.first_token_ns = self.owner.now()
-        chunk = generation_pb2.Chunk(
-            first_index=effect.first,
-            token_ids=effect.tokens,
-            text="".join(effect.texts),
-            logprobs=effect.logprobs,
-        )
-        step = generation_pb2.GenerateResponse(chunk=chunk)
+        step = chunk_step(effect)
         record.chunks.append(step)
         record.tokens = effect.first + len(effect.tokens)
         for reader in tuple(record.readers):
@@ -303,18 +244,8 @@ class ClientDesk:
         record.attempts = effect.attempt
         if record.admission is not None:
             return
-        event = effect.admitted
-        admission = generation_pb2.Admission(
-            request_id=effect.request,
-            attempt=effect.attempt,
-            prompt_tokens=event.prompt_tokens,
-            new_tokens_max=event.new_tokens_max,
-            context_tokens=event.context_tokens,
-            prefill_engine=event.prefill.engine,
-            decode_engine=event.decode.engine,
-            queued_ns=max(0, self.owner.now() - record.asked_ns),
-        )
-        record.admission = generation_pb2.GenerateResponse(admission=admission)
+        queued_ns = max(0, self.owner.now() - record.asked_ns)
+        record.admission = admission_step(effect, queued_ns=queued_ns)
         for reader in record.readers:
             reader.put(record.admission, 0)
 
@@ -323,35 +254,12 @@ class ClientDesk:
         if record is None:
             return
         if record.end is None:
-            record.end = self._end(record, effect.outcome)
+            record.end = end_step(record, effect.outcome)
             if not isinstance(effect.outcome, Finished) and record.key is not None:
                 # Nothing was answered, so the same key may try again.
                 self._keys.pop(record.key, None)
             self._finish_all(record)
         self._forget(record)
-
-    def _end(self, record: Record, outcome: Finished | Aborted | Rejected) -> Step:
-        match outcome:
-            case Rejected():
-                return refusals.rejected(record.request, outcome, field=record.field)
-            case Aborted():
-                return refusals.aborted(
-                    record.request, outcome, attempts=record.attempts, tokens=record.tokens
-                )
-            case Finished():
-                message = generation_pb2.Outcome(
-                    finish_reason=FINISH_REASONS.encode(outcome.reason),
-                    usage=generation_pb2.Usage(
-                        prompt_tokens=record.prompt_tokens, new_tokens=record.tokens
-                    ),
-                    attempts=record.attempts,
-                    time_to_first_token_ns=max(0, record.first_token_ns - record.asked_ns),
-                )
-                if record.stop_string:
-                    message.stop_string = record.stop_string
-                elif record.stop_token is not None:
-                    message.stop_token_id = record.stop_token
-                return generation_pb2.GenerateResponse(outcome=message)
 
     def _finish_all(self, record: Record) -> None:
         for reader in tuple(record.readers):

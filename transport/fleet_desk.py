@@ -1,6 +1,6 @@
-"""The engines as the scheduler's owner task sees them: streams, leases, addresses.
+"""The engines as the scheduler's owner task sees them: joining, proposing, leases, leaving.
 
-Owns: which stream a rank has, what waits for it, when it was last heard, how to reach it.
+Owns: who may join, what engines' items lead to, when each was last heard, and when it is lost.
 Must not know: gRPC, and what an entry means; the core decides.
 
 Everything here is called by the owner task and never waits.
@@ -10,63 +10,29 @@ A stream's order is: welcome, then entries with the addresses that they need bef
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import attrs
 import structlog
 
 from engine.dataplane import Descriptor
 from engine.dataplane_errors import DescriptorMalformed
-from engine.effects import Answer, Publish
 from engine.scheduler import RefusedEngineError
-from lifecycle.events import Admitted, Attached, Lost, LostCause
+from lifecycle.events import Attached, Lost, LostCause
 from lifecycle.ids import EngineId, Party
 from lifecycle.state import LIVE, Settlement
 from transport import codec
 from transport.codec_values import FENCE_SCOPES, ROLES
-from transport.mailbox import Mailbox
+from transport.fleet_streams import FleetStreams, Link, Rank
 from transport.pb import fleet_pb2 as pb
 
 if TYPE_CHECKING:
     from transport.scheduler_owner import SchedulerOwner
 
-OUTBOX_MAX = 65_536
 HEARTBEATS_PER_LEASE = 5
 _log = structlog.get_logger("custody.fleet")
 
 Life = tuple[EngineId, int]
-
-
-@attrs.frozen
-class Held:
-    """Items of one entry, for a stream that may see them once the store holds them."""
-
-    position: int
-    durable: int
-    items: tuple[pb.SchedulerItem, ...]
-
-
-@attrs.define(eq=False)
-class Link:
-    """One stream of one rank; `live` from the moment at which the core brings it up to date."""
-
-    outbox: Mailbox[pb.SchedulerItem] = attrs.Factory(lambda: Mailbox(OUTBOX_MAX))
-    party: Party | None = None
-    live: bool = False
-    held: deque[Held] = attrs.Factory(deque)
-    told: set[Party] = attrs.Factory(set)
-
-
-@attrs.define
-class Rank:
-    """What is known of a rank beside the log: how to reach it, its process, its counters."""
-
-    endpoint: str
-    plane: str
-    process_id: int
-    counters: pb.EngineCounters = attrs.Factory(pb.EngineCounters)
 
 
 class FleetDesk:
@@ -78,8 +44,7 @@ class FleetDesk:
         self.owner = owner
         self.lease_ns = lease_ns
         self.heartbeat_ns = lease_ns // HEARTBEATS_PER_LEASE
-        self.links: dict[Party, Link] = {}
-        self.ranks: dict[Party, Rank] = {}
+        self.streams = FleetStreams(owner, on_gone=self.hear)
         self.leaving: set[Life] = set()
         self._heard: dict[Life, int] = {}
         self._monotonic = monotonic
@@ -103,14 +68,7 @@ class FleetDesk:
             effects = core.attach(attached, self.owner.now())
         except RefusedEngineError as error:
             return self._refuse(link, pb.ATTACH_REFUSAL_INCOMPATIBLE, str(error))
-        link.party = party
-        previous = self.links.get(party)
-        if previous is not None:
-            # The engine has given up that stream; this one takes its place.
-            previous.outbox.cut()
-        self.links[party] = link
-        counters = self.ranks[party].counters if party in self.ranks else pb.EngineCounters()
-        self.ranks[party] = Rank(hello.endpoint, hello.plane, hello.process_id, counters)
+        self.streams.begin(link, party, Rank(hello.endpoint, hello.plane, hello.process_id))
         self.hear(party)
         line = core.lines.get(party)
         known = hello.HasField("cursor") and hello.cursor.epoch == core.epoch and line is not None
@@ -186,29 +144,14 @@ class FleetDesk:
             reason=pb.AttachRefusal.Name(reason),
             message=message,
         )
-        self._end(link, reason, message)
-
-    def _end(self, link: Link, reason: pb.AttachRefusal.ValueType, message: str) -> None:
-        refused = pb.AttachRefused(reason=reason, message=message)
-        link.outbox.close(pb.SchedulerItem(refused=refused))
-        self.gone(link)
-
-    def gone(self, link: Link) -> None:
-        """The stream has ended; that is nothing for the length of the lease."""
-        party = link.party
-        if party is None or self.links.get(party) is not link:
-            return
-        del self.links[party]
-        self.hear(party)
-        link.outbox.close()
-        _log.info("engine_disconnected", party=str(party))
+        self.streams.end(link, reason, message)
 
     # --- from engines -------------------------------------------------------------------------
 
     def items(self, link: Link, items: Sequence[pb.EngineItem]) -> None:
         """Take in what a rank sent, in order; a stream that was replaced is not listened to."""
-        party = link.party
-        if party is None or self.links.get(party) is not link:
+        party = self.streams.current(link)
+        if party is None:
             return
         self.hear(party)
         for item in items:
@@ -238,7 +181,7 @@ class FleetDesk:
                 if link.live:
                     owner.clients.relay(party, item.tokens)
             case "heartbeat":
-                self.ranks[party].counters = item.heartbeat.counters
+                self.streams.ranks[party].counters = item.heartbeat.counters
                 if link.live and item.heartbeat.cursor.epoch == owner.core.epoch:
                     owner.core.acknowledge(party, item.heartbeat.cursor.position)
             case "leaving":
@@ -246,98 +189,6 @@ class FleetDesk:
                 owner.perform(owner.core.drain(party.engine, owner.now()))
             case "hello" | None:
                 raise ValueError("a hello is the first item and no other, and no item is empty")
-
-    # --- to engines ---------------------------------------------------------------------------
-
-    def publish(self, effect: Publish) -> None:
-        """Queue an entry for a rank; without a live stream the rank resumes by its cursor."""
-        link = self.links.get(effect.party)
-        if link is None or not link.live:
-            return
-        items = [self._peer(link, party) for party in self._named(effect)]
-        publication = pb.Publication(
-            position=effect.position, entry=codec.encode_entry(effect.entry)
-        )
-        if effect.payload is not None and isinstance(effect.entry.event, Admitted):
-            publication.payload.CopyFrom(self.owner.clients.payload(effect))
-        known = tuple(item for item in items if item is not None)
-        self._hold(
-            link, effect.position, effect.durable, *known, pb.SchedulerItem(publication=publication)
-        )
-
-    def _named(self, effect: Publish) -> list[Party]:
-        event = effect.entry.event
-        if not isinstance(event, Admitted):
-            return []
-        return [p for p in (*event.prefill.parties(), *event.decode.parties()) if p != effect.party]
-
-    def _peer(self, link: Link, party: Party) -> pb.SchedulerItem | None:
-        rank = self.ranks.get(party)
-        if rank is None or party in link.told:
-            return None
-        link.told.add(party)
-        peer = pb.PeerEndpoint(
-            party=codec.encode_party(party), endpoint=rank.endpoint, plane=rank.plane
-        )
-        return pb.SchedulerItem(peer=peer)
-
-    def synced(self, party: Party) -> None:
-        """The rank is up to date once it has seen everything queued before this."""
-        link = self.links.get(party)
-        if link is not None and link.live:
-            self._hold(link, 0, 0, pb.SchedulerItem(synced=pb.Synced()))
-
-    def answer(self, effect: Answer) -> None:
-        """Answer a proposal; an answer may overtake entries, never the append."""
-        link = self.links.get(effect.party)
-        if link is None or not link.live:
-            return
-        answer = pb.ProposalAnswer(number=effect.number)
-        if effect.position:
-            answer.accepted_position = effect.position
-        else:
-            answer.dropped_rule = effect.rule
-        self._hold(link, effect.position, 0, pb.SchedulerItem(answer=answer), overtake=True)
-
-    def _hold(
-        self,
-        link: Link,
-        position: int,
-        durable: int,
-        *items: pb.SchedulerItem,
-        overtake: bool = False,
-    ) -> None:
-        journal = self.owner.journal
-        if overtake and position <= journal.appended:
-            if not all(link.outbox.put(item) for item in items):
-                self._overflow(link)
-            return
-        link.held.append(Held(position, durable, items))
-        journal.want(durable)
-        self._release(link)
-
-    def release(self) -> None:
-        """More is appended or durable: send what waited for it."""
-        for link in tuple(self.links.values()):
-            self._release(link)
-
-    def _release(self, link: Link) -> None:
-        journal, held = self.owner.journal, link.held
-        while held:
-            first = held[0]
-            if first.position > journal.appended or first.durable > journal.durable:
-                break
-            held.popleft()
-            if not all(link.outbox.put(item) for item in first.items):
-                self._overflow(link)
-                return
-        if len(held) > OUTBOX_MAX:
-            self._overflow(link)
-
-    def _overflow(self, link: Link) -> None:
-        _log.warning("engine_stream_cut", party=str(link.party), limit=OUTBOX_MAX)
-        link.outbox.cut()
-        self.gone(link)
 
     # --- leases and ends ----------------------------------------------------------------------
 
@@ -359,13 +210,6 @@ class FleetDesk:
                 _log.warning("engine_lease_over", engine=name[0], incarnation=name[1])
                 self.owner.perform(core.lose(*name, LostCause.LEASE, self.owner.now()))
         self.let_go()
-
-    def heartbeat(self) -> None:
-        """Tell every engine that the scheduler is alive."""
-        beat = pb.SchedulerHeartbeat(position=self.owner.core.position)
-        for link in tuple(self.links.values()):
-            if not link.outbox.put(pb.SchedulerItem(heartbeat=beat)):
-                self._overflow(link)
 
     def let_go(self) -> None:
         """End the lives of leaving engines of which nothing is unsettled."""
@@ -399,14 +243,14 @@ class FleetDesk:
         }.get(event.cause, pb.ATTACH_REFUSAL_LOST)
         self.leaving.discard(life)
         self._heard.pop(life, None)
-        for party in [p for p in self.ranks if (p.engine, p.incarnation) == life]:
-            link = self.links.get(party)
+        for party in [p for p in self.streams.ranks if (p.engine, p.incarnation) == life]:
+            link = self.streams.links.get(party)
             if link is not None:
-                self._end(link, reason, f"{party} is lost: {event.cause.value}")
+                self.streams.end(link, reason, f"{party} is lost: {event.cause.value}")
             self._heard.pop(life, None)
-            del self.ranks[party]
+            del self.streams.ranks[party]
 
     def shut_down(self) -> None:
         """End every stream; the engines may come back to the next scheduler."""
-        for link in tuple(self.links.values()):
-            self._end(link, pb.ATTACH_REFUSAL_SHUTDOWN, "the scheduler is shutting down")
+        for link in tuple(self.streams.links.values()):
+            self.streams.end(link, pb.ATTACH_REFUSAL_SHUTDOWN, "the scheduler is shutting down")

@@ -13,7 +13,7 @@ import anyio
 import grpc
 import structlog
 
-from transport.fleet_desk import Link
+from transport.fleet_streams import Link
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc
 from transport.scheduler_owner import SchedulerOwner
@@ -50,7 +50,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
                 await self._write(link, context)
                 tasks.cancel_scope.cancel()
         finally:
-            await self._owner.tell(partial(self._owner.fleet.gone, link))
+            await self._owner.tell(partial(self._owner.fleet.streams.gone, link))
 
     async def _read(self, link: Link, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:

@@ -17,7 +17,7 @@ import grpc
 import structlog
 
 from lifecycle.events import Cause
-from transport.client_desk import Asked, Reader
+from transport.client_records import Asked, Reader
 from transport.mailbox import Mailbox
 from transport.pb import generation_pb2 as pb
 from transport.pb import generation_pb2_grpc

@@ -117,7 +117,8 @@ class SchedulerOwner:
         try:
             await self._send.send(message)
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            _log.debug("message_after_end")
+            # What a stream's end has to say concerns nobody any more.
+            return
 
     async def ask(self, question: Callable[[], T]) -> T:
         """Have the owner task make this call, and return its answer. Raises OwnerEnded."""
@@ -149,10 +150,14 @@ class SchedulerOwner:
                 async for message in self._receive:
                     message()
         finally:
-            self._receive.close()
-            self._send.close()
-            for answered in self._asking:
-                answered.set()
+            self.close()
+
+    def close(self) -> None:
+        """Take no more messages; whoever waits for an answer is told."""
+        self._receive.close()
+        self._send.close()
+        for answered in self._asking:
+            answered.set()
 
     async def _ticking(self) -> None:
         beat_ns = self.monotonic()
@@ -161,7 +166,7 @@ class SchedulerOwner:
             await self.tell(self.tick)
             if self.monotonic() - beat_ns >= self.fleet.heartbeat_ns:
                 beat_ns = self.monotonic()
-                await self.tell(self.fleet.heartbeat)
+                await self.tell(self.fleet.streams.heartbeat)
 
     def tick(self) -> None:
         """End what is overdue, try again what failed."""
@@ -230,11 +235,11 @@ class SchedulerOwner:
                 if effect.entry.request == FLEET:
                     self._fleet_changed(effect)
             case Publish():
-                self.fleet.publish(effect)
+                self.fleet.streams.publish(effect)
             case Synced():
-                self.fleet.synced(effect.party)
+                self.fleet.streams.synced(effect.party)
             case Answer():
-                self.fleet.answer(effect)
+                self.fleet.streams.answer(effect)
             case TellAdmitted():
                 self.clients.admitted(effect)
             case TellTokens():
@@ -275,7 +280,7 @@ class SchedulerOwner:
         return offered
 
     def _progress(self) -> None:
-        self.fleet.release()
+        self.fleet.streams.release()
         self.clients.release()
         self._note_change()
 

@@ -45,12 +45,19 @@ async def run_scheduler(
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     model = await anyio.to_thread.run_sync(load_served_model, settings.model)
     if store is None:
-        store = MemoryStore() if settings.log is None else SegmentStore(settings.log)
+        store = await anyio.to_thread.run_sync(_open, settings)
     try:
         owner = make_owner(settings, model=model, store=store)
-        return await _serve(settings, owner, model=model, ready=ready, stop=stop)
+        try:
+            return await _serve(settings, owner, model=model, ready=ready, stop=stop)
+        finally:
+            owner.close()
     finally:
         store.close()
+
+
+def _open(settings: SchedulerSettings) -> EventStore:
+    return MemoryStore() if settings.log is None else SegmentStore(settings.log)
 
 
 async def _serve(

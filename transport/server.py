@@ -169,14 +169,17 @@ class Services:
         """Keep the health of generation equal to whether a request would have a chance."""
         for name in ("", *SERVICES[1:]):
             await self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        known = None
         while True:
-            status = (
-                health_pb2.HealthCheckResponse.SERVING
-                if owner.serving
-                else health_pb2.HealthCheckResponse.NOT_SERVING
-            )
-            changed = owner.changed
-            await self.health.set(GENERATION, status)
+            changed, serving = owner.changed, owner.serving
+            if serving != known:
+                known = serving
+                await self.health.set(
+                    GENERATION,
+                    health_pb2.HealthCheckResponse.SERVING
+                    if serving
+                    else health_pb2.HealthCheckResponse.NOT_SERVING,
+                )
             await changed.wait()
 
 
