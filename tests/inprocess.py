@@ -118,6 +118,8 @@ class Deployment:
         self.log: list[tuple[int, Entry]] = []
         self.clients: dict[RequestId, Client] = {}
         self.notes: list[tuple[str, dict[str, Any]]] = []
+        self.hold: Callable[[Publish], bool] = lambda _effect: False
+        self._held_back: deque[Publish] = deque()
         self._todo: deque[Callable[[], None]] = deque()
         self._clock = itertools.count(1_000)
 
@@ -238,7 +240,7 @@ class Deployment:
         if self.network.messages:
             self.network.deliver()
             for owner in self.owners.values():
-                owner.tick()
+                owner.poll()
             return True
         for owner in self.owners.values():
             job = owner.next_job()
@@ -248,6 +250,8 @@ class Deployment:
         waiting = any(owner.restless for owner in self.owners.values())
         for owner in self.owners.values():
             owner.tick()
+            # A plane without threads has its answer at once.
+            owner.poll()
         return waiting and bool(self._todo or self.network.messages)
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
@@ -324,7 +328,19 @@ class Deployment:
                 case _:
                     pass
 
+    def let_through(self) -> None:
+        """Publish what `hold` kept back, in order."""
+        self.hold = lambda _effect: False
+        held, self._held_back = self._held_back, deque()
+        for effect in held:
+            self._publish(effect)
+
     def _publish(self, effect: Publish) -> None:
+        # A rank's publications keep their order, so one that waits holds back all that follow.
+        waits = any(effect.party == before.party for before in self._held_back)
+        if waits or self.hold(effect):
+            self._held_back.append(effect)
+            return
         owner = self.owners[effect.party]
         owner.receive(effect.position, effect.entry, effect.payload)
         self.scheduler.acknowledge(effect.party, owner.core.position)

@@ -25,7 +25,7 @@ from lifecycle.events import (
     Verified,
 )
 from lifecycle.state import Phase
-from tests.inprocess import Deployment
+from tests.inprocess import DECODE, Deployment
 from tests.test_model import ContiguousKV, some_tokens
 from tests.tiny import tiny_llama
 
@@ -311,3 +311,69 @@ def test_nothing_is_read_before_it_is_verified(model: Model, tokenizer: Tokenize
         assert kinds.index(Verified) < kinds.index(Finished)
         verified = next(event for event in mine if isinstance(event, Verified))
         assert verified.headers_checked == verified.pages * model.config.layers
+
+
+# --- the data plane's answers ---------------------------------------------------------------------
+
+
+def test_a_post_that_is_too_early_is_tried_again(model: Model, tokenizer: Tokenizer) -> None:
+    """A writer that hears of a grant before its owner does is refused, and writes a little later."""
+    deployment = Deployment(model, tokenizer)
+    deployment.hold = lambda effect: (
+        effect.party == DECODE and isinstance(effect.entry.event, Reserved)
+    )
+    client = deployment.ask(prompt_of(20, model), params())
+    request = deployment.request_of(client)
+    for _ in range(3):
+        deployment.run(until=lambda: deployment.prefill.restless)
+        deployment.step()
+        assert deployment.network.messages
+    assert deployment.scheduler.log.state(request).current(Purpose.DESTINATION)
+    deployment.let_through()
+    deployment.settle()
+    assert client.tokens == alone(model, prompt_of(20, model), params())[0]
+    assert not any(isinstance(entry.event, Requeued) for _, entry in deployment.log)
+
+
+def test_a_cancelled_request_is_not_posted_again(model: Model, tokenizer: Tokenizer) -> None:
+    """A post that waits for its exposure ends with its request, and its pages come home."""
+    deployment = Deployment(model, tokenizer)
+    deployment.hold = lambda effect: (
+        effect.party == DECODE and isinstance(effect.entry.event, Reserved)
+    )
+    client = deployment.ask(prompt_of(20, model), params())
+    deployment.run(until=lambda: deployment.prefill.restless)
+    deployment.cancel(client)
+    deployment.run(until=lambda: not deployment.prefill.restless)
+    deployment.let_through()
+    deployment.settle()
+    assert deployment.prefill.core.staging.free == 4
+
+
+def test_a_write_in_doubt_ends_the_attempt_and_keeps_its_pages(
+    model: Model, tokenizer: Tokenizer
+) -> None:
+    """After a broken stream the attempt is given up, and nothing is reused before the plane knows."""
+    deployment = Deployment(model, tokenizer, poison=poison)
+    client = deployment.ask(prompt_of(30, model), params())
+    deployment.run(until=lambda: bool(deployment.network.messages))
+    plane = deployment.network.owners[str(DECODE)]
+    # While a copy is under way, the owner cannot say what became of the ticket.
+    name = deployment.network.messages[0].name
+    plane.table.admit(name, [])
+    plane.table._placing.add(name)
+    deployment.network.break_streams()
+    staging = deployment.prefill.core.staging_held
+    assert staging > 0
+    deployment.prefill.poll()
+    for _ in range(200):
+        deployment.step()
+    assert deployment.prefill.core.staging_held >= staging
+    assert any("in doubt" in sentence for sentence, _ in deployment.notes)
+    assert deployment.scheduler.log.state(deployment.request_of(client)).unsettled
+    assert client.outcome is None
+    plane.table.end(name)
+    deployment.settle()
+    requeued = [e.event for _, e in deployment.log if isinstance(e.event, Requeued)]
+    assert [event.cause for event in requeued] == [Cause.TRANSFER_FAILED]
+    assert client.tokens == alone(model, prompt_of(30, model), params())[0]
