@@ -144,17 +144,15 @@ class Deployment:
         self.children[name].kill()
 
     def end(self) -> None:
-        """SIGTERM the scheduler, then the engines; everybody still alive ends with code 0."""
-        scheduler = self.children.pop("scheduler")
-        try:
-            scheduler.signal(signal.SIGTERM)
-            assert scheduler.wait(timeout=STOP_SECONDS) == 0, scheduler.said_errors()
-        finally:
-            scheduler.kill()
-        for name, child in self.children.items():
-            child.signal(signal.SIGTERM)
-            if name not in self.lost:
-                assert child.wait(timeout=STOP_SECONDS) == 0, (name, child.said_errors())
+        """SIGTERM the engines, then the scheduler; everybody still alive ends with code 0."""
+        scheduler = self.children["scheduler"]
+        engines = [child for name, child in self.children.items() if name not in self.lost]
+        for group in ([child for child in engines if child is not scheduler], [scheduler]):
+            for child in group:
+                child.signal(signal.SIGTERM)
+            for child in group:
+                code = child.wait(timeout=STOP_SECONDS)
+                assert code == 0, f"{child.name} ended with {code}: {child.said_errors()}"
 
     def _kill(self) -> None:
         for child in self.children.values():
@@ -300,5 +298,8 @@ def ids_request(ids: Sequence[int], new_tokens: int = 16, **options: Any) -> Gen
 
 
 def tiny_model(folder: Path) -> Path:
-    """A tiny random Llama with a context that is worth paging."""
-    return tiny_llama(folder / "tiny", context=2048)
+    """A tiny random Llama with a context that is worth paging.
+
+    Its embeddings are not tied: a tied random model only repeats its last token.
+    """
+    return tiny_llama(folder / "tiny", context=2048, tied=False)
