@@ -55,3 +55,17 @@ def model_path() -> Path:
             pytrace=False,
         )
     return path.resolve()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests counted, one line each, from `record_property("summary", ...)`."""
+    lines = [
+        str(value)
+        for report in terminalreporter.getreports("passed")
+        for name, value in report.user_properties
+        if name == "summary"
+    ]
+    if lines:
+        terminalreporter.section("counted")
+    for line in lines:
+        terminalreporter.write_line(line)

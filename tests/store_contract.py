@@ -27,6 +27,7 @@ from lifecycle.ids import FLEET, RequestId, request_id
 
 A = request_id(epoch=1, serial=1)
 B = request_id(epoch=1, serial=2)
+C = request_id(epoch=1, serial=3)
 
 
 def entries(request: RequestId, start: int, count: int) -> tuple[Entry, ...]:

@@ -25,7 +25,8 @@ from engine.store import (
 )
 from lifecycle.events import ByScheduler, Entry, Resumed
 from lifecycle.ids import FLEET
-from tests.store_contract import A, B, StoreContract, entries, numbered
+from tests.store_contract import A, B, C, StoreContract, entries, numbered
+from tests.store_crash_child import Hasty
 from transport import codec
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import frames, segment_files
@@ -124,6 +125,68 @@ def test_a_tail_torn_at_any_byte_is_repaired_and_kept(folder: Path) -> None:
         else:
             assert store.torn is not None
             assert store.torn.read_bytes() == data[last:size]
+
+
+def test_a_log_cut_at_any_byte_of_its_batches_keeps_those_before(folder: Path) -> None:
+    """Wherever the file ends, whole batches stay, the broken one is kept, and the log goes on."""
+    path = the_segment(folder)
+    data = path.read_bytes()
+    stops = [*frame_offsets(data), len(data)]
+    lasts = [0, 2, 3, 4]
+    for size in range(stops[0], len(data) + 1):
+        path.write_bytes(data[:size])
+        whole = max(n for n, stop in enumerate(stops) if stop <= size)
+        store = SegmentStore(folder, disk=Hasty())
+        assert store.last_position == len(list(store.tail(1))) == lasts[whole]
+        kept = b"" if store.torn is None else store.torn.read_bytes()
+        assert kept == data[stops[whole] : size]
+        assert store.append(C, 0, entries(C, 0, 1)) == lasts[whole] + 1
+        store.close()
+        again = SegmentStore(folder, disk=Hasty())
+        assert (again.last_position, again.torn) == (lasts[whole] + 1, None)
+        again.close()
+
+
+def test_a_tail_torn_right_after_a_rotation_is_repaired(tmp_path: Path) -> None:
+    """The first batch of a new segment is torn at any byte; the segments before stay whole."""
+    path = many_segments(tmp_path)[-1]
+    data = path.read_bytes()
+    for size in range(frames.FILE_HEADER_BYTES, len(data)):
+        path.write_bytes(data[:size])
+        store = SegmentStore(tmp_path, segment_bytes=1, disk=Hasty())
+        assert store.last_position == 3
+        assert (store.torn is None) == (size == frames.FILE_HEADER_BYTES)
+        assert store.append(A, 3, entries(A, 3, 1)) == 4
+        store.close()
+        assert path.read_bytes() == data
+    for size in range(frames.FILE_HEADER_BYTES):
+        # A file header is durable before the file has its name: nothing tears it.
+        path.write_bytes(data[:size])
+        with pytest.raises(StoreDamaged, match=f"{path.name}, byte 0: {size} bytes are no"):
+            SegmentStore(tmp_path)
+
+
+def test_several_unwritten_batches_are_one_torn_end(tmp_path: Path) -> None:
+    """Zeros from a sector on, where two batches should end, are one interrupted writing."""
+    store = SegmentStore(tmp_path)
+    store.append(A, 0, entries(A, 0, 1))
+    store.append(A, 1, entries(A, 1, 40))
+    store.append(A, 41, entries(A, 41, 40))
+    store.close()
+    path = the_segment(tmp_path)
+    data = path.read_bytes()
+    first, second, third = frame_offsets(data)
+    cut = (third - 1) // frames.SECTOR_BYTES * frames.SECTOR_BYTES
+    assert second + frames.FRAME_HEADER_BYTES < cut
+    path.write_bytes(data[:cut] + bytes(len(data) - cut))
+    store = SegmentStore(tmp_path)
+    assert (store.last_position, store.torn is not None) == (1, True)
+    store.close()
+    # One byte behind them was written: this is no interrupted writing.
+    path.write_bytes(data[:cut] + bytes(len(data) - cut - 1) + b"x")
+    with pytest.raises(StoreDamaged) as caught:
+        SegmentStore(tmp_path)
+    assert (first, caught.value.offset) == (frames.FILE_HEADER_BYTES, second)
 
 
 def test_a_tail_that_was_lengthened_but_not_written_is_repaired(folder: Path) -> None:
