@@ -33,5 +33,5 @@ class FlippingRunner(DecodeRunner):
         return super().verify(effect, grants)
 
 
-transport.engine_parts.DecodeRunner = FlippingRunner  # type: ignore[misc]
+transport.engine_parts.DecodeRunner = FlippingRunner  # type: ignore[attr-defined]
 cli.main()

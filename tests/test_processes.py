@@ -41,7 +41,7 @@ from tests.process_harness import (
     tiny_model,
 )
 from transport import cli
-from transport.child import Child
+from transport.child import PROGRAM, Child
 from transport.client import Client, Refused
 from transport.jsonlines import read_log
 from transport.pb.generation_pb2 import GenerateRequest
@@ -411,6 +411,37 @@ def test_a_request_that_lost_its_pages_answers_the_same(
         assert requeued, "the small pool was too large to show anything"
         assert {event.cause for event in requeued} == {Cause.OUT_OF_PAGES}
         assert max(answer.outcome.attempts for answer in answers) > 1
+
+
+# --- The demo ---------------------------------------------------------------------------------
+
+
+def demo(folder: Path, model: Path) -> subprocess.CompletedProcess[str]:
+    """The demo as a user runs it, keeping what it leaves."""
+    command = [*PROGRAM, "demo", "--model", str(model), "--keep", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+
+
+@pytest.mark.model
+def test_the_demo_holds(tmp_path: Path, model_path: Path) -> None:
+    """The demo tells its whole story, ends with a clean replay and exits with 0."""
+    done = demo(tmp_path / "demo", model_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert "The capital of France is Paris." in lines
+    assert any("CONTEXT_LENGTH_EXCEEDED" in line for line in lines)
+    assert lines[-1] == "clean"
+    assert "\x1b" not in done.stdout
+    log = read_log(tmp_path / "demo" / "log")
+    assert log.complete
+    judged(log.entries, "demo")
+
+
+def test_the_demo_can_fail(tmp_path: Path, tiny: Path) -> None:
+    """A model that does not know the answer fails the demo, which says what differs."""
+    done = demo(tmp_path / "demo", tiny)
+    assert done.returncode == 1
+    assert "the answer holds 'Paris'" in done.stderr
 
 
 # --- Orderly shutdown -------------------------------------------------------------------------

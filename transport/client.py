@@ -6,7 +6,7 @@ Must not know: how anything is printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, cast
@@ -109,7 +109,7 @@ class Client:
 
     def generate(
         self, request: generation_pb2.GenerateRequest, *, timeout: float | None = None
-    ) -> Iterator[generation_pb2.GenerateResponse]:
+    ) -> Generator[generation_pb2.GenerateResponse, None, None]:
         """Admission, chunks, outcome; leaving the iteration early cancels the request."""
         with self._translated():
             call = self._generation.Generate(request, timeout=timeout)
