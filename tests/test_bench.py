@@ -350,3 +350,23 @@ def test_serving_is_measured_by_real_clients(tmp_path: Path) -> None:
     assert found["refusal"].notes["entries_per_refusal"] == 1.0
     assert found["refusal"].notes["engine_steps"] == 0
     assert len(found["decode-batch"].ratios) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("measure", ["stores", "colocated", "loop"])
+def test_deployments_are_compared_with_each_other(tmp_path: Path, measure: str) -> None:
+    """Two kinds of deployment, or a loop in two states, take turns and give pairs."""
+    settings = BenchSettings(
+        model=str(tiny_llama(tmp_path / "tiny")),
+        prompt_tokens=40,
+        new_tokens=6,
+        runs=1,
+        threads=1,
+        kv_memory="4MiB",
+        peer="none",
+        only=(measure,),
+    )
+    (found,) = bench.run_bench(settings, progress=quiet).figures
+    assert len(found.ratios) == 1
+    assert found.peer
