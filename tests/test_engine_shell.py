@@ -216,12 +216,15 @@ async def test_answers_are_those_of_the_model_alone(
     assert posted.prompt_tokens_computed == sum(LENGTHS) - len(LENGTHS)
 
 
-async def test_engines_leave_in_order(directory: Path, model: Model) -> None:
-    """An engine that is asked to stop finishes what it has, says so, and ends with 0."""
+@pytest.mark.parametrize("broken", [False, True])
+async def test_engines_leave_in_order(directory: Path, model: Model, broken: bool) -> None:
+    """An engine that is asked to stop, on a stream or between two, finishes what it has first."""
     async with fleet(directory) as here:
         async with anyio.create_task_group() as clients:
             clients.start_soon(here.generate, prompt_of(9, model), params(40))
             await until(lambda: here.decode.shell.owner.counters().tokens_sampled > 0)
+            if broken:
+                here.decode.shell.break_stream()
             here.decode.stop.set()
         await here.decode.ended.wait()
     assert (here.prefill.code, here.decode.code) == (EXIT_DONE, EXIT_DONE)

@@ -344,7 +344,12 @@ def test_a_cancelled_request_is_not_posted_again(model: Model, tokenizer: Tokeni
     client = deployment.ask(prompt_of(20, model), params())
     deployment.run(until=lambda: deployment.prefill.restless)
     deployment.cancel(client)
-    deployment.run(until=lambda: not deployment.prefill.restless)
+
+    def ended() -> bool:
+        assert not deployment.network.messages
+        return not deployment.prefill.restless
+
+    deployment.run(until=ended)
     deployment.let_through()
     deployment.settle()
     assert deployment.prefill.core.staging.free == 4

@@ -126,8 +126,6 @@ class Posts:
             return
         except DataPlaneError as error:
             self._end(flight, Posted.FAILED, str(error))
-            return
-        self.bytes_posted += flight.packed.size_bytes
 
     def _judge(self, flight: _Flight, ticket: Ticket) -> None:
         answer = self._plane.poll(ticket)
@@ -150,6 +148,8 @@ class Posts:
     def _end(self, flight: _Flight, how: Posted, why: str = "") -> None:
         post, packed = flight.post, flight.packed
         del self._flights[post.ticket]
+        if how is Posted.DONE:
+            self.bytes_posted += packed.size_bytes
         if why:
             self._note("a write has failed", grant=str(post.grant), reason=why)
         self._perform(
