@@ -93,7 +93,7 @@ def write(folder: Path, seed: int, death: int) -> None:
     """Append, flush and seal until killed."""
     chance = random.Random(seed)
     # Some wait for the disk, so that they can die in the middle of it.
-    patient = chance.random() < 0.2
+    patient = chance.random() < 0.1
     disk = DyingDisk(death, chance) if death else Disk() if patient else Hasty()
     store = SegmentStore(folder, segment_bytes=chance.choice((2_000, 40_000)), disk=disk)
     epoch = store.take_epoch()

@@ -26,7 +26,7 @@ KILLS_FROM_OUTSIDE = 1_000
 KILLS_AT_A_CALL = 400
 FLIPS = 10_000
 POWER_CUTS = 400
-LIVES_PER_FOLDER = 25
+LIVES_PER_FOLDER = 20
 
 
 # --- Kills ------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class Writers:
         self._process.stdin.write(f"{folder} {chance.randrange(1 << 30)} {death}\n".encode())
         highest: Counter[str] = Counter()
         process = 0
-        report_wanted = chance.choice((2, chance.randrange(3, 20), chance.randrange(3, 60)))
+        report_wanted = chance.choice((2, chance.randrange(3, 20), chance.randrange(3, 40)))
         for number, (kind, text) in enumerate(self._reports(chance), start=1):
             assert kind != "X", text
             if kind == "Z":
