@@ -73,6 +73,7 @@ class FakeEngine:
         self.endpoint = ""
         self.hush = False
         self.gone = anyio.Event()
+        self.beat = anyio.Event()
         self.core: PrefillCore | DecodeCore = self._core()
         self._out: list[pb.EngineItem] = []
         self._kick = anyio.Event()
@@ -245,6 +246,10 @@ class FakeEngine:
             case "refused":
                 self.refused = item.refused
                 self.gone.set()
+                self.beat.set()
+            case "heartbeat":
+                self.beat.set()
+                self.beat = anyio.Event()
             case "peer":
                 self.peers.append(item.peer)
             case _:

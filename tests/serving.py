@@ -26,7 +26,7 @@ from transport.scheduler_shell import run_scheduler
 from transport.settings import SchedulerSettings
 from transport.stores.memory import MemoryStore
 
-SAFETY_SECONDS = 20
+SAFETY_SECONDS = 50
 
 
 @attrs.define

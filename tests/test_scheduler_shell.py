@@ -231,11 +231,14 @@ async def test_an_engine_that_stays_away_is_lost(model: Path) -> None:
 
 async def test_a_leaving_engine_goes_when_nothing_of_it_is_unsettled(model: Path) -> None:
     """It finishes what it has, is given nothing new, and its stream ends with LEFT."""
-    async with deployment(model, pause_at=3) as here:
+    async with deployment(model, pause_at=3, lease_seconds=2.0) as here:
         call, _ = await begin(here, ask(new=6))
         await here.decode.paused.wait()
         here.decode.leave()
         await here.tail_until("draining")
+        # Two signs of life lie farther apart than two looks at who may go.
+        for _ in range(2):
+            await here.decode.beat.wait()
         assert not here.decode.gone.is_set()
         here.decode.go_on()
         assert await last(call) == "outcome"

@@ -103,12 +103,10 @@ class ClientDesk:
         now_ns = owner.now()
         record = Record(owner.core.mint(), now_ns, now_ns, field=field)
         self._enter(record, reader)
-        # While no new requests are taken, that is the answer to every request.
-        code = RejectCode.INVALID_REQUEST if owner.core.accepting else RejectCode.DRAINING
         effects = owner.core.refuse(
             record.request,
             tenant=commitment(self._tenant_salt, tenant),
-            code=code,
+            code=RejectCode.INVALID_REQUEST,
             reason=reason,
             now_ns=now_ns,
         )

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -59,8 +60,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Stream the admission, chunks and the outcome, or end with a status."""
         reader: Reader = Mailbox(self._owner.clients.reader_tokens_max)
         try:
-            async for step in self._steps(request, reader, context):
-                await context.write(step)
+            async with self._reading(reader, context):
+                async for step in self._steps(request, reader, context):
+                    await context.write(step)
         except Refused as refused:
             await _abort(context, refused.refusal)
 
@@ -70,35 +72,30 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         texts: list[str] = []
         reader: Reader = Mailbox(_WHOLE_ANSWER)
         try:
-            async for step in self._steps(request.generation, reader, context):
-                match step.WhichOneof("step"):
-                    case "admission":
-                        response.admission.CopyFrom(step.admission)
-                    case "chunk":
-                        response.chunk.token_ids.extend(step.chunk.token_ids)
-                        response.chunk.logprobs.extend(step.chunk.logprobs)
-                        texts.append(step.chunk.text)
-                    case "outcome":
-                        response.outcome.CopyFrom(step.outcome)
-                    case None:
-                        pass
+            async with self._reading(reader, context):
+                async for step in self._steps(request.generation, reader, context):
+                    match step.WhichOneof("step"):
+                        case "admission":
+                            response.admission.CopyFrom(step.admission)
+                        case "chunk":
+                            response.chunk.token_ids.extend(step.chunk.token_ids)
+                            response.chunk.logprobs.extend(step.chunk.logprobs)
+                            texts.append(step.chunk.text)
+                        case "outcome":
+                            response.outcome.CopyFrom(step.outcome)
+                        case None:
+                            pass
         except Refused as refused:
             await _abort(context, refused.refusal)
         response.chunk.text = "".join(texts)
         return response
 
-    async def _steps(
-        self, request: pb.GenerateRequest, reader: Reader, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """What the reader is told, in order. Raises Refused for any end but an answer."""
+    @asynccontextmanager
+    async def _reading(self, reader: Reader, context: Context) -> AsyncIterator[None]:
+        """However the call ends, the owner task hears of it, and why."""
         cause = Cause.CLIENT_GONE
         try:
-            await self._submit(request, reader, context)
-            while steps := await reader.take():
-                for step in steps:
-                    if isinstance(step, Refusal):
-                        raise Refused(step)
-                    yield step
+            yield
         except asyncio.CancelledError:
             # A cancelled call, a call past its deadline and a lost connection look alike.
             late = _seconds_left(context) <= 0
@@ -106,6 +103,17 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             raise
         finally:
             await self._owner.tell(partial(self._owner.clients.leave, reader, cause))
+
+    async def _steps(
+        self, request: pb.GenerateRequest, reader: Reader, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """What the reader is told, in order. Raises Refused for any end but an answer."""
+        await self._submit(request, reader, context)
+        while steps := await reader.take():
+            for step in steps:
+                if isinstance(step, Refusal):
+                    raise Refused(step)
+                yield step
 
     async def _submit(self, request: pb.GenerateRequest, reader: Reader, context: Context) -> None:
         owner = self._owner
