@@ -1,7 +1,7 @@
 """A part that only speaks the supervisor's protocol: announces itself, waits for SIGTERM, ends.
 
 Usage: part_stub FOLDER VERB [NAME] FLAGS...  Each part appends lines to FOLDER/story.
-FOLDER/<name>.script may hold one word: `die` (after readiness), `deaf` (ignores SIGTERM),
+FOLDER/<name>.script may hold: `die CODE` (after readiness), `deaf` (ignores SIGTERM),
 `fail` (exit code 3 at the end), `mute` (never ready).
 """
 
@@ -34,8 +34,8 @@ def main() -> None:
         address = "127.0.0.1:4321" if verb == "scheduler" else ""
         sys.stdout.write(json.dumps({"event": "ready", "address": address}) + "\n")
         sys.stdout.flush()
-    if script == "die":
-        sys.exit(7)
+    if script.startswith("die"):
+        sys.exit(int(script.split()[1]))
     signal.sigwait(ended)
     if script == "deaf":
         signal.sigwait({signal.SIGINT})

@@ -479,6 +479,17 @@ def test_sigterm_drains(tmp_path: Path, tiny: Path) -> None:
     judged(file.entries, "serve")
 
 
+def test_a_context_that_no_pool_holds_refuses_to_start(tmp_path: Path, tiny: Path) -> None:
+    """An explicit context larger than a pool ends `serve` with 4, and names both numbers."""
+    arguments = ["serve", "--port=0", "--model", str(tiny), "--kv-memory=1MiB", "--context=2048"]
+    done = subprocess.run(
+        [*PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=READY_SECONDS
+    )
+    assert done.returncode == 4, done.stderr
+    assert "holds 1984 tokens, less than the context of 2048" in done.stderr
+    assert "ready at" not in done.stdout
+
+
 def test_a_killed_supervisor_leaves_no_parts(tmp_path: Path, tiny: Path) -> None:
     """When `serve` itself is killed its parts end, without anybody to tell them."""
     arguments = ["serve", "--json", "--port=0", "--model", str(tiny), *TINY_FLAGS]

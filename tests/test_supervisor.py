@@ -100,10 +100,18 @@ async def test_the_scheduler_starts_first_and_ends_first(stage: Stage) -> None:
 @pytest.mark.parametrize("victim", ["scheduler", "prefill-0", "decode-0"])
 async def test_an_unexpected_death_ends_everything(stage: Stage, victim: str) -> None:
     """A part that dies by itself is named with its exit code, the others end, and the code is 1."""
-    stage.script(victim, "die")
+    stage.script(victim, "die 7")
     assert await stage.run() == 1
     assert f"{victim} (process " in stage.complaints[0]
     assert "ended unexpectedly with exit code 7" in stage.complaints[0]
+
+
+@pytest.mark.parametrize("code", [2, 4])
+async def test_what_the_user_can_change_is_passed_on(stage: Stage, code: int) -> None:
+    """A part that finds its settings unusable, or is refused, gives the exit code, told once."""
+    stage.script("decode-0", f"die {code}")
+    assert await stage.run() == code
+    assert len(stage.complaints) == 1
 
 
 async def test_a_part_that_fails_at_its_end_is_told(stage: Stage) -> None:

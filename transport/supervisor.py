@@ -22,6 +22,7 @@ import anyio.abc
 import attrs
 from anyio.streams.text import TextReceiveStream
 
+from transport.commands_shared import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE
 from transport.settings import InvalidSetting, PoolSettings, SchedulerSettings, to_flags
 
 ENTRY = (sys.executable, "-P", "-m", "transport.cli")
@@ -80,6 +81,7 @@ class _Child:
         self.ready = anyio.Event()
         self.ended = anyio.Event()
         self.address = ""
+        self.told = False
 
     async def watch(self) -> None:
         """Read the readiness line, discard what follows, and wait for the end."""
@@ -114,6 +116,11 @@ def exit_text(code: int | None) -> str:
     return f"with exit code {code}"
 
 
+def passed_on(code: int | None) -> int:
+    """The exit code for a part's unexpected one: only what tells the user what to change."""
+    return code if code in (EXIT_USAGE, EXIT_REFUSED) else EXIT_FAILED
+
+
 class _Deployment:
     """All children of one `supervise` call."""
 
@@ -130,6 +137,7 @@ class _Deployment:
         self._stopping = False
         self.children: list[_Child] = []
         self.failed = anyio.Event()
+        self.code = EXIT_FAILED
 
     async def start(self, name: str, arguments: Sequence[str]) -> _Child:
         command = (*ENTRY, *arguments, "--json", "--supervised-by", str(os.getpid()))
@@ -151,6 +159,9 @@ class _Deployment:
         if not self._stopping:
             how = exit_text(child.process.returncode)
             self._complain(f"{child.name} (process {child.process.pid}) ended unexpectedly {how}")
+            if not self.failed.is_set():
+                self.code = passed_on(child.process.returncode)
+            child.told = True
             self.failed.set()
 
     async def end(self, *, drain_seconds: float) -> bool:
@@ -177,7 +188,8 @@ class _Deployment:
             # It was still starting and had nothing to settle.
             return True
         if child.process.returncode != 0:
-            self._complain(f"{child.name} ended {exit_text(child.process.returncode)}")
+            if not child.told:
+                self._complain(f"{child.name} ended {exit_text(child.process.returncode)}")
             return False
         return True
 
@@ -201,8 +213,9 @@ async def supervise(
     stop: anyio.Event,
     complain: Callable[[str], None],
 ) -> int:
-    """Run the parts until `stop`, then end them in order; 0 if nothing went wrong, else 1.
+    """Run the parts until `stop`, then end them in order; 0 if nothing went wrong.
 
+    A part that was set wrongly or refused gives its own exit code (2 or 4), all else 1.
     A child that dies by itself ends everything: nothing is restarted here.
     """
     async with anyio.create_task_group() as tasks:
@@ -216,7 +229,7 @@ async def supervise(
         finally:
             with anyio.CancelScope(shield=True):
                 await deployment.bury()
-    return 0 if clean and not deployment.failed.is_set() else 1
+    return 0 if clean and not deployment.failed.is_set() else deployment.code
 
 
 async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
