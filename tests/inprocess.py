@@ -45,6 +45,7 @@ from lifecycle.events import (
     Entry,
     FenceScope,
     Finished,
+    LostCause,
     Rejected,
     Role,
 )
@@ -232,6 +233,13 @@ class Deployment:
         request = self.request_of(client)
         self._perform(self.scheduler.cancel(request, Cause.CLIENT_CANCEL, "client", self._now()))
 
+    def lose(self, party: Party) -> None:
+        """The scheduler declares an engine lost; nothing reaches or leaves it any more."""
+        self.owners.pop(party)
+        self._perform(
+            self.scheduler.lose(party.engine, party.incarnation, LostCause.LEASE, self._now())
+        )
+
     def step(self) -> bool:
         """Carry one message, or let one engine do one job; False when nothing is left to do."""
         if self._todo:
@@ -287,6 +295,8 @@ class Deployment:
         return next(self._clock)
 
     def _hear(self, party: Party, item: Outgoing) -> None:
+        if party not in self.owners:
+            return
         if isinstance(item, NewTokens):
             effects = self.scheduler.tokens(
                 party,
@@ -308,7 +318,7 @@ class Deployment:
                     self.log.append((position, entry))
                 case Publish():
                     self._todo.append(lambda effect=effect: self._publish(effect))  # type: ignore[misc]
-                case Answer():
+                case Answer() if effect.party in self.owners:
                     owner = self.owners[effect.party]
                     self._todo.append(
                         lambda owner=owner, it=effect: owner.answer(  # type: ignore[misc]
@@ -336,6 +346,8 @@ class Deployment:
             self._publish(effect)
 
     def _publish(self, effect: Publish) -> None:
+        if effect.party not in self.owners:
+            return
         # A rank's publications keep their order, so one that waits holds back all that follow.
         waits = any(effect.party == before.party for before in self._held_back)
         if waits or self.hold(effect):

@@ -23,7 +23,7 @@ from lifecycle.ids import FLEET, EngineId, Party
 from lifecycle.replay import replay
 from tests.test_inprocess import alone, prompt_of
 from tests.tiny import tiny_llama
-from transport.engine_parts import Loaded, load
+from transport.engine_parts import Loaded, ProgressLines, load
 from transport.engine_shell import (
     EXIT_BROKEN,
     EXIT_DONE,
@@ -423,6 +423,16 @@ async def test_a_record_that_is_no_record_ends_the_process(directory: Path) -> N
     empty = fleet_pb2.SchedulerItem(publication=fleet_pb2.Publication(position=1))
     async with scripted([welcome(5, inventory_wanted=True), empty]) as (_, address):
         assert (await run_against(directory, address)).code == EXIT_BROKEN
+
+
+def test_progress_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """A hundred calls of one stage are five lines."""
+    progress = ProgressLines()
+    for done in range(101):
+        progress("load", done / 100)
+    assert capsys.readouterr().err.split() == [
+        word for share in (0, 25, 50, 75, 100) for word in ("load", f"{share}%")
+    ]
 
 
 def test_what_is_not_set_takes_the_samplers_defaults() -> None:

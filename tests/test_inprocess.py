@@ -13,19 +13,23 @@ from engine.pool import KVPool
 from engine.sampler import SamplingParams, sample
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import load_model
+from kernels.digest import to_signed
 from lifecycle.events import (
     Aborted,
     Cause,
+    Drained,
     Finished,
     FinishReason,
+    Proof,
     Purpose,
     Quarantined,
     Requeued,
     Reserved,
     Verified,
 )
+from lifecycle.replay import replay
 from lifecycle.state import Phase
-from tests.inprocess import DECODE, Deployment
+from tests.inprocess import DECODE, PREFILL, Deployment
 from tests.test_model import ContiguousKV, some_tokens
 from tests.tiny import tiny_llama
 
@@ -382,3 +386,27 @@ def test_a_write_in_doubt_ends_the_attempt_and_keeps_its_pages(
     requeued = [e.event for _, e in deployment.log if isinstance(e.event, Requeued)]
     assert [event.cause for event in requeued] == [Cause.TRANSFER_FAILED]
     assert client.tokens == alone(model, prompt_of(30, model), params())[0]
+
+
+def test_a_lost_writer_is_shut_out_and_its_requests_end(model: Model, tokenizer: Tokenizer) -> None:
+    """When prefill is lost, decode proves by its own plane that nothing lands, and settles."""
+    deployment = Deployment(model, tokenizer)
+    client = deployment.ask(prompt_of(40, model), params())
+    deployment.run(until=lambda: bool(deployment.network.messages))
+    late = list(deployment.network.messages)
+    deployment.network.messages.clear()
+    deployment.lose(PREFILL)
+    deployment.run()
+    # What the lost writer had on its way arrives now, and is refused.
+    deployment.network.messages.extend(late)
+    deployment.network.deliver()
+    drained = [e.event for _, e in deployment.log if isinstance(e.event, Drained)]
+    assert [event.proof for event in drained] == [Proof.FENCED]
+    assert deployment.decode.core.allocator.free == deployment.decode.pool.pages
+    tags = deployment.decode.pool.memory.words[:, :, 0]
+    reserved = [e.event for _, e in deployment.log if isinstance(e.event, Reserved)]
+    destination = next(event for event in reserved if event.purpose is Purpose.DESTINATION)
+    assert not bool((tags == to_signed(destination.tag)).any())
+    assert client.outcome is None or isinstance(client.outcome, Aborted)
+    assert any(isinstance(e.event, Requeued) for _, e in deployment.log)
+    assert not replay(deployment.log).findings

@@ -106,6 +106,8 @@ class DecodeOwner(Owner[DecodeCore]):
             case Fence(grant, party):
                 self._fencing[grant, party] = None
                 self._fence(grant, party)
+                if (grant, party) in self._fencing:
+                    self.note("no proof yet against a lost writer", party=str(party))
             case VerifyPages():
                 grants = tuple(r.grant for r in self.core.jobs[effect.request].reserved)
                 self._jobs.append(partial(self._verify_job, effect, grants))

@@ -60,9 +60,18 @@ def mint_tag() -> int:
     return secrets.randbelow((1 << 64) - 1) + 1
 
 
-def report_progress(stage: str, share: float) -> None:
-    """A line on standard error for each stage of loading."""
-    sys.stderr.write(f"{stage} {share:.0%}\n")
+class ProgressLines:
+    """Lines on standard error while a model is loaded, at most five a stage."""
+
+    def __init__(self) -> None:
+        self._said: tuple[str, int] | None = None
+
+    def __call__(self, stage: str, share: float) -> None:
+        """Say how far a stage is, when another quarter of it is done."""
+        reached = (stage, int(4 * share))
+        if reached != self._said:
+            self._said = reached
+            sys.stderr.write(f"{stage} {share:.0%}\n")
 
 
 def load(settings: EngineSettings, progress: Progress) -> Loaded:

@@ -29,7 +29,7 @@ from lifecycle.ids import EngineId, Party
 from transport.codec import CodecError, decode_entry, decode_party, encode_party
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.engine_owner import Continuation, Job, Outgoing
-from transport.engine_parts import LifeDigest, Loaded, Progress, load, make_owner, report_progress
+from transport.engine_parts import LifeDigest, Loaded, Progress, ProgressLines, load, make_owner
 from transport.engine_planes import EngineMemory, open_memory
 from transport.fleet_client import (
     Broken,
@@ -109,17 +109,17 @@ async def run_engine(
     *,
     ready: Callable[[], None],
     stop: anyio.Event,
-    progress: Progress = report_progress,
+    progress: Progress | None = None,
 ) -> int:
     """Run a prefill or decode engine until it has left, is refused, or cannot go on.
 
     ready: called once, when the scheduler has brought the engine up to date;
-    stop: set to leave in order.
+    stop: set to leave in order; progress: lines on standard error unless given.
     Returns the exit code. Raises ModelError, MemorySizeError, PoolTooSmallError,
     LayoutUnsupportedError before anything was joined.
     """
     torch.set_num_threads(settings.threads)
-    loaded = await anyio.to_thread.run_sync(load, settings, progress)
+    loaded = await anyio.to_thread.run_sync(load, settings, progress or ProgressLines())
     # Milliseconds of wall time grow from one life of an engine's memory to the next.
     party = Party(EngineId(settings.engine), time.time_ns() // 1_000_000, 0)
     async with open_engine(settings, loaded, party=party) as shell:
