@@ -20,7 +20,7 @@ from transport.bench_context import (
     busy_before,
     machine,
 )
-from transport.bench_stats import Figure, Report
+from transport.bench_stats import Figure, Report, Spread
 
 Measure = Callable[[Context], tuple[Figure, ...]]
 MEASURES: dict[str, Measure] = {
@@ -56,6 +56,8 @@ def run_bench(settings: BenchSettings, *, progress: Callable[[str], None]) -> Re
                 "cores_busy_with_others_before": round(before, 2),
                 "cores_busy_with_others_meanwhile": round(bystanders.cores(), 2),
             }
+            for figure in found:
+                progress(f"{figure.name}: {_middle(figure)}")
             figures += [attrs.evolve(figure, notes=figure.notes | load) for figure in found]
         versions = context.versions()
     return Report(
@@ -65,3 +67,9 @@ def run_bench(settings: BenchSettings, *, progress: Callable[[str], None]) -> Re
         versions=versions,
         figures=tuple(figures),
     )
+
+
+def _middle(figure: Figure) -> str:
+    """The figure in a few words, for whoever waits for the report."""
+    median = Spread.of(figure.ratios or figure.ours).median
+    return f"{median:.4g} times {figure.peer}" if figure.ratios else f"{median:.4g} {figure.unit}"

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import attrs
+import torch
 
 from engine.model_config import ModelConfig
 from engine.weights import load_config
@@ -171,8 +172,13 @@ class Context:
 
 def machine() -> dict[str, Any]:
     """What the figures were made on."""
-    cores = len(os.sched_getaffinity(0))
-    return {"cores": cores, "processor": _processor(), "kernel": platform.release(), **_memory()}
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "kernel": platform.release(),
+        **_memory(),
+    }
 
 
 class Bystanders:
