@@ -5,6 +5,7 @@ Must not know: what an action means.
 
 In half of the runs each kind of fault is switched off at random (swarm testing, Groce and
 others, ISSTA 2012): a rare fault is met more often where common ones are absent.
+In half of the runs some actors are slow, so that long delays are met, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from engine.world import World
 from engine.world_values import FAULTS, Action, Found, Scenario
 
 FAULT_KINDS = frozenset(FAULTS)
+PACES = (1.0, 1.0, 0.1, 0.01)
+"""In half of the runs some actors are much slower than others, drawn once for the run."""
 
 
 @attrs.frozen
@@ -50,7 +53,7 @@ class Outcome:
 
 
 def walk(
-    scenario: Scenario, seed: int, *, steps: int = 250, worlds: Callable[[Scenario], World] = World
+    scenario: Scenario, seed: int, *, steps: int = 400, worlds: Callable[[Scenario], World] = World
 ) -> tuple[World, Trace | None, int]:
     """One run; the same seed walks the same way. Returns the world, the finding, the steps."""
     chance = random.Random(seed)
@@ -64,12 +67,13 @@ def walk(
     actions: list[Action] = []
     calm = False
     weight = chance.choice((0.3, 0.1, 0.03, 0.01))
+    paces: dict[tuple[object, ...], float] | None = {} if seed % 4 > 1 else None
     try:
         for _ in range(steps):
             possible = world.enabled()
             if not possible:
                 break
-            action = _draw(chance, possible, weight)
+            action = _draw(chance, possible, weight, paces)
             actions.append(action)
             world.step(action)
         calm = True
@@ -80,23 +84,53 @@ def walk(
     return world, None, len(actions)
 
 
-def _draw(chance: random.Random, possible: tuple[Action, ...], weight: float) -> Action:
-    """An action: a fault with that probability, and then each kind of fault alike."""
+def _draw(
+    chance: random.Random,
+    possible: tuple[Action, ...],
+    weight: float,
+    paces: dict[tuple[object, ...], float] | None,
+) -> Action:
+    """An action: a fault with that probability, and then each kind of fault alike.
+
+    `paces` keeps how fast each actor is in this run; without it all are alike.
+    """
     common = [a for a in possible if a[0] not in FAULT_KINDS]
     if common and chance.random() > weight:
-        return chance.choice(common)
+        return _paced(chance, common, paces)
     kinds = sorted({a[0] for a in possible if a[0] in FAULT_KINDS})
     if not kinds:
-        return chance.choice(common)
+        return _paced(chance, common, paces)
     kind = chance.choice(kinds)
     return chance.choice([a for a in possible if a[0] == kind])
 
 
-def explore(scenario: Scenario, *, runs: int, first_seed: int = 0, steps: int = 250) -> Outcome:
+def _actor(action: Action) -> tuple[object, ...]:
+    return tuple(action)[:2]
+
+
+def _paced(
+    chance: random.Random, possible: list[Action], paces: dict[tuple[object, ...], float] | None
+) -> Action:
+    if paces is None:
+        return chance.choice(possible)
+    for action in possible:
+        if _actor(action) not in paces:
+            paces[_actor(action)] = chance.choice(PACES)
+    return chance.choices(possible, [paces[_actor(action)] for action in possible])[0]
+
+
+def explore(
+    scenario: Scenario,
+    *,
+    runs: int,
+    first_seed: int = 0,
+    steps: int = 400,
+    worlds: Callable[[Scenario], World] = World,
+) -> Outcome:
     """Walk until something is found or the runs are used up."""
     outcome = Outcome()
     for seed in range(first_seed, first_seed + runs):
-        world, trace, count = walk(scenario, seed, steps=steps)
+        world, trace, count = walk(scenario, seed, steps=steps, worlds=worlds)
         outcome.runs += 1
         outcome.steps += count
         outcome.sometimes.update(world.sometimes)

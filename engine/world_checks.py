@@ -59,6 +59,8 @@ class Checks(Shells):
 
     def judge_log(self) -> None:
         """The log replays clean under every rule."""
+        if not self.scenario.judged:
+            return
         report = replay(self.stored)
         for finding in report.findings:
             if finding.violation.rule != "bounded":
@@ -139,7 +141,8 @@ class Checks(Shells):
             if client.told is not None and self.logged_outcome(request) != client.told:
                 raise Found("answer-before-durable", f"{request}: {client.told} is not in the log")
         self._all_home()
-        self._same_as_replayed()
+        if self.scenario.judged:
+            self._same_as_replayed()
 
     def _all_home(self) -> None:
         for party, core in self.cores.items():

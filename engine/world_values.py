@@ -85,6 +85,8 @@ class Scenario:
     scheduler: Callable[..., Scheduler] = Scheduler
     prefill: Callable[..., PrefillCore] = PrefillCore
     decode: Callable[..., DecodeCore] = DecodeCore
+    judged: bool = True
+    """Whether logs are replayed on the way; without it memory and clients have to see a fault."""
     epochs_repeat: bool = False
     """A broken store that gives every life the same epoch."""
     flush_at_start: bool = True

@@ -1,0 +1,198 @@
+"""The search over the small world: silent on the real cores, and it finds every mutant."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+import pytest
+
+from engine.exhaust import exhaust
+from engine.explorer import explore, minimise, walk
+from engine.world import World
+from engine.world_values import Asked, Scenario
+from property_tests.mutants import CROWDED, MUTANTS, Mutant
+
+SCENARIOS = {
+    "crowded": CROWDED,
+    "placing": attrs.evolve(CROWDED, placing=True),
+    "four pages": attrs.evolve(CROWDED, decode_pages=4),
+    "one rank": attrs.evolve(CROWDED, ranks=1, staging=1),
+    "tight": attrs.evolve(CROWDED, placing=True, decode_pages=3, chunk_tokens=8),
+    "growing": attrs.evolve(
+        CROWDED,
+        asked=(Asked(2, 5), Asked(2, 5), Asked(2, 5)),
+        decode_pages=5,
+        growth_tokens=2,
+        attempts_max=3,
+    ),
+    "lying plane": attrs.evolve(CROWDED, faults={**CROWDED.faults, "lie": 2}),
+}
+
+REACHED = (
+    "landed-after-end",
+    "landed-from-a-dead-writer",
+    "step-outlived-its-request",
+    "repeated-proposal-answered",
+    "lost-Reserved",
+    "lost-Released",
+    "rejoined",
+    "doubt-resolved",
+    "reland",
+    "Quarantined",
+    "Requeued",
+    "Dropped",
+    "Finished",
+    "waited-out",
+)
+"""Situations that a search must have been in, or its silence means nothing."""
+
+
+def search(name: str, runs: int) -> Counter[str]:
+    """Walk one scenario and insist that nothing was found."""
+    outcome = explore(SCENARIOS[name], runs=runs)
+    print(f"{name}: {outcome.runs} runs, {outcome.steps} steps, {dict(outcome.sometimes)}")
+    assert outcome.trace is None, str(minimise(outcome.trace))
+    return outcome.sometimes
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_cores_survive_a_short_walk(name: str) -> None:
+    """No oracle sees anything in a short search of any scenario."""
+    search(name, runs=24)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_cores_survive_a_long_walk_that_was_everywhere() -> None:
+    """No oracle sees anything in a long search, and every dangerous situation was reached."""
+    reached: Counter[str] = Counter()
+    for name in SCENARIOS:
+        reached.update(search(name, runs=150))
+    assert [what for what in REACHED if not reached[what]] == []
+    assert reached["isolation-detected"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_walk_finds_every_mutant(mutant: Mutant) -> None:
+    """A removed guard is found within its number of runs, by an oracle that names the fault."""
+    outcome = explore(mutant.scenario, runs=mutant.runs_max, worlds=mutant.worlds)
+    assert outcome.trace is not None, f"{mutant.name} was not found in {outcome.runs} runs"
+    print(f"{mutant.name}: run {outcome.runs}, {outcome.trace.found}")
+    assert outcome.trace.found.name in mutant.oracles
+    if mutant.rule:
+        assert mutant.rule == outcome.trace.rule
+
+
+QUICK = frozenset({"free-on-abort", "double-release", "short-handoff", "free-under-compute"})
+
+
+@pytest.mark.parametrize(
+    "mutant", [m for m in MUTANTS if m.name in QUICK], ids=lambda mutant: mutant.name
+)
+def test_the_walk_finds_some_mutants_at_once(mutant: Mutant) -> None:
+    """The search can fail: four mutants are found within a few runs."""
+    outcome = explore(mutant.scenario, runs=50, worlds=mutant.worlds)
+    assert outcome.trace is not None
+    assert outcome.trace.found.name in mutant.oracles
+
+
+def test_the_same_seed_walks_the_same_way() -> None:
+    """A seed is enough to walk again: same log, same counts."""
+    one, _, steps = walk(CROWDED, 11)
+    two, _, again = walk(CROWDED, 11)
+    assert steps == again
+    assert one.stored == two.stored
+    assert one.sometimes == two.sometimes
+
+
+def test_a_minimised_trace_finds_the_same() -> None:
+    """Dropping actions keeps the finding and leaves fewer of them."""
+    mutant = next(m for m in MUTANTS if m.name == "double-release")
+    trace = explore(mutant.scenario, runs=5).trace
+    assert trace is not None
+    small = minimise(trace)
+    assert len(small.actions) < len(trace.actions)
+    assert small.found.name == trace.found.name
+
+
+def test_a_copy_is_independent_and_equal() -> None:
+    """A copy has the same key, and what happens to it does not happen to the original."""
+    world = World(CROWDED)
+    for _ in range(60):
+        before = world.key()
+        twin = world.copy()
+        assert before == twin.key()
+        for action in twin.enabled()[:3]:
+            if action in twin.enabled():
+                twin.step(action)
+        assert before == world.key()
+        world.step(world.enabled()[0])
+
+
+EAGER = frozenset({"connect", "answer", "down", "step", "retransmit"})
+ONE = Scenario(
+    asked=(Asked(5, 1),), prefill_pages=2, decode_pages=3, chunk_tokens=4, eager=EAGER | {"flush"}
+)
+"""One request over two writer ranks, each with a page to write."""
+
+TWO = attrs.evolve(ONE, asked=(Asked(3, 1), Asked(3, 1)), prefill_pages=1, decode_pages=2)
+"""Two requests that fit one after the other, so that pages change hands."""
+
+PINNED = {
+    "abort, lost messages": (attrs.evolve(ONE, faults={"cancel": 1, "lose": 1}), 4730, 24),
+    "abort, repeated messages": (
+        attrs.evolve(ONE, faults={"cancel": 1, "repeat": 1}),
+        8666,
+        24,
+    ),
+    "abort, doubt, late writes, deadlines": (
+        attrs.evolve(
+            ONE,
+            faults={"cancel": 1, "doubt": 1, "reland": 1, "tick": 2},
+            eager=ONE.eager | {"up"},
+        ),
+        3854,
+        19,
+    ),
+    "crash with a lost tail, abort": (
+        attrs.evolve(ONE, faults={"crash": 1, "cancel": 1}, eager=EAGER | {"up"}),
+        1239,
+        17,
+    ),
+    "two requests, abort": (attrs.evolve(TWO, faults={"cancel": 1}), 5374, 39),
+}
+"""Small worlds, their number of states and the longest shortest path: one request where two
+would be too many."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", PINNED)
+def test_small_worlds_are_exhausted(name: str) -> None:
+    """Every state of a small world is visited, nothing is found, and their number is known."""
+    scenario, states, depth = PINNED[name]
+    result = exhaust(scenario)
+    print(f"{name}: {result.states} states, depth {result.depth}, {result.ends} ends")
+    assert result.found is None, f"{result.found} after {result.trace}"
+    assert result.complete
+    assert (states, depth) == (result.states, result.depth)
+
+
+def test_the_smallest_world_is_exhausted() -> None:
+    """A world without faults but with every order of writes and reports, exhausted at once."""
+    result = exhaust(ONE)
+    assert result.found is None
+    assert (result.states, result.depth) == (163, 22)
+
+
+def test_exhaustion_finds_a_shortest_trace() -> None:
+    """Breadth first, a mutant is found by a trace that no other one undercuts."""
+    mutant = next(m for m in MUTANTS if m.name == "double-release")
+    scenario = attrs.evolve(ONE, decode=mutant.scenario.decode)
+    result = exhaust(scenario)
+    assert result.found is not None
+    assert result.found.name == "allocator"
+    assert 0 < len(result.trace) <= 22
