@@ -183,7 +183,7 @@ class PrefillCore(EngineCore[PrefillJob]):
         else:
             del self.writings[ticket]
             self.staging.give_back((r.first, r.count) for r in post.staging)
-        if job is None:
+        if self.log.state(post.request).grant(post.grant) is None:
             # Its request is over and forgotten: nobody is to hear of this write.
             self.posted.pop(post.grant, None)
         elif how is Posted.DONE and not writing.in_doubt:
@@ -196,7 +196,7 @@ class PrefillCore(EngineCore[PrefillJob]):
                 post.step,
                 post.steps_ended,
             )
-        elif job.attempt == post.attempt:
+        elif job is not None and job.attempt == post.attempt:
             self.fail(job, Failed(Cause.TRANSFER_FAILED, f"write {ticket} is {how.value}"))
         return self.advance_all()
 

@@ -437,7 +437,6 @@ def _mutant(name: str, scenario: Scenario, oracles: str, rule: str = "", **more:
 
 CANCELS = focus(cancel=3, lose=1, repeat=1)
 LOSSES = focus(restart=2, declare_lost=1, breaks=3)
-CRASHES = focus(crash=3)
 ODD = attrs.evolve(CANCELS, asked=(Asked(5, 2), Asked(5, 1), Asked(5, 2)))
 
 MUTANTS = (
@@ -504,8 +503,9 @@ MUTANTS = (
     ),
     _mutant(
         "published-not-durable",
-        without(scheduler=PublishedEarly, scenario=CRASHES),
+        attrs.evolve(focus(crash=1), asked=(Asked(3, 1),), scheduler=PublishedEarly),
         "late-write",
+        runs_max=1_500,
     ),
     _mutant("answer-before-durable", without(scheduler=AnsweredEarly), "answer-before-durable"),
     _mutant(
@@ -545,11 +545,6 @@ MUTANTS = (
         "unbroken-log",
     ),
     _mutant("same-memory", focus(restart=3), "late-write", worlds=SameMemory),
-    _mutant(
-        "resumed-not-durable",
-        attrs.evolve(focus(crash=2, process_crash=2, cancel=1), flush_at_start=False),
-        "freed-but-held late-write",
-    ),
     _mutant(
         "unbooked",
         without("conservation/promised", "capacity-proved/counted", scheduler=Unbooked),

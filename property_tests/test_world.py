@@ -10,8 +10,9 @@ import pytest
 from engine.exhaust import exhaust
 from engine.explorer import explore, minimise, walk
 from engine.world import World
-from engine.world_values import Asked, Scenario
-from property_tests.mutants import CROWDED, MUTANTS, Mutant
+from engine.world_values import FAULTS, Asked, Found, Scenario
+from lifecycle.events import Released
+from property_tests.mutants import CROWDED, MUTANTS, Mutant, focus
 
 SCENARIOS = {
     "crowded": CROWDED,
@@ -70,7 +71,14 @@ def test_the_cores_survive_a_long_walk_that_was_everywhere() -> None:
     for name in SCENARIOS:
         reached.update(search(name, runs=150))
     assert [what for what in REACHED if not reached[what]] == []
-    assert reached["isolation-detected"] > 0
+
+
+def test_headers_hold_where_the_plane_lies() -> None:
+    """Writes that land after DONE are detected by headers, and no foreign byte is decoded from."""
+    outcome = explore(focus(lie=6, cancel=2), runs=100)
+    assert outcome.trace is None, str(outcome.trace)
+    assert outcome.sometimes["lie"] > 0
+    assert outcome.sometimes["isolation-detected"] > 0
 
 
 @pytest.mark.slow
@@ -106,6 +114,41 @@ def test_the_same_seed_walks_the_same_way() -> None:
     assert steps == again
     assert one.stored == two.stored
     assert one.sometimes == two.sometimes
+
+
+def rest(world: World) -> None:
+    """Let everything happen but faults, repeats and flushes."""
+    while True:
+        held_back = {*FAULTS, "flush", "retransmit"}
+        possible = [a for a in world.enabled() if a[0] not in held_back]
+        if not possible:
+            return
+        world.step(possible[0])
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_new_life_makes_durable_what_it_found(flushed: bool) -> None:
+    """Without that, pages whose release the next crash forgets are in two hands."""
+    scenario = Scenario(
+        asked=(Asked(3, 1),),
+        ranks=1,
+        faults={"crash": 1, "process-crash": 1},
+        flush_at_start=flushed,
+    )
+    world = World(scenario)
+    rest(world)
+    while sum(isinstance(entry.event, Released) for _, entry in world.stored) < 2:
+        world.step(("flush",))
+        rest(world)
+    assert world.durable < len(world.stored)
+    world.step(("process-crash",))
+    rest(world)
+    if flushed:
+        world.step(("crash",))
+        world.calm()
+        return
+    with pytest.raises(Found, match="freed-but-held"):
+        world.step(("crash",))
 
 
 def test_a_minimised_trace_finds_the_same() -> None:
