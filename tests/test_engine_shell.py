@@ -314,9 +314,13 @@ class Scripted(fleet_pb2_grpc.FleetServiceServicer):
         self.answers = list(answers)
         self.heard: list[fleet_pb2.EngineItem] = []
         self.streams = 0
+        self.status: grpc.StatusCode | None = None
 
     async def Connect(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
         self.streams += 1
+        if self.status is not None and self.streams == 1:
+            self.answers.pop(0)
+            await context.abort(self.status, "on purpose")
         items = self.answers.pop(0) if self.answers else []
         yield fleet_pb2.ConnectResponse(items=items)
         if items and items[-1].WhichOneof("item") == "refused":
@@ -383,6 +387,17 @@ async def test_a_shutting_down_scheduler_is_waited_for(directory: Path) -> None:
     """After a refusal for shutdown the engine comes again."""
     later = [refused(fleet_pb2.ATTACH_REFUSAL_LOST)]
     async with scripted([refused(fleet_pb2.ATTACH_REFUSAL_SHUTDOWN)], later) as (served, address):
+        engine = await run_against(directory, address)
+        assert (engine.code, served.streams) == (EXIT_REFUSED, 2)
+
+
+async def test_a_stream_that_is_cancelled_by_the_other_side_is_opened_again(
+    directory: Path,
+) -> None:
+    """A status of CANCELLED looks like a cancelled task to the library, and is none."""
+    later = [refused(fleet_pb2.ATTACH_REFUSAL_LOST)]
+    async with scripted([], later) as (served, address):
+        served.status = grpc.StatusCode.CANCELLED
         engine = await run_against(directory, address)
         assert (engine.code, served.streams) == (EXIT_REFUSED, 2)
 

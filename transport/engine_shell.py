@@ -178,6 +178,7 @@ class EngineShell:
     async def run(self, *, ready: Callable[[], None], stop: anyio.Event) -> int:
         """Join, work, leave; returns the exit code."""
         self._ready = ready
+        code = EXIT_BROKEN
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._client.run)

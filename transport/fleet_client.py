@@ -122,6 +122,11 @@ class FleetClient:
                     reason = "the scheduler ended the stream"
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
+                except asyncio.CancelledError:
+                    if not _is_being_cancelled():
+                        reason = "CANCELLED: the other side gave the stream up"
+                    elif not tasks.cancel_scope.cancel_called:
+                        raise
                 tasks.cancel_scope.cancel()
         finally:
             call.cancel()
@@ -142,7 +147,21 @@ class FleetClient:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # The stream is over, and the reader hears why.
             return
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            return
         scope.cancel()
+
+
+def _is_being_cancelled() -> bool:
+    """Whether this task was cancelled, and not merely a call whose status is CANCELLED.
+
+    The gRPC library raises a bare exception of the same class for both. No cancel scope takes that
+    for its own, so a task that let it pass would end the task group around it without a word.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 # --- engine to scheduler --------------------------------------------------------------------------
