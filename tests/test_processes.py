@@ -108,6 +108,12 @@ def sampled(prompt: str, seed: int, new_tokens: int = 40) -> GenerateRequest:
     return text_request(prompt, new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
 
 
+def read_out(stream: Iterator[object]) -> None:
+    """Read a stream to its end, whatever it holds."""
+    for _ in stream:
+        pass
+
+
 # --- A real model -----------------------------------------------------------------------------
 
 
@@ -265,7 +271,7 @@ def test_a_request_can_be_cancelled_by_its_id(small: Deployment) -> None:
     next(stream)
     assert small.client.cancel(request)
     with pytest.raises(Refused, match="CANCELLED"):
-        collect(stream)
+        read_out(stream)
     assert not small.client.cancel(request)
 
 
@@ -274,7 +280,7 @@ def test_a_deadline_ends_a_request(small: Deployment) -> None:
     stream = small.client.generate(sampled("too slow", 1, 1900), timeout=0.5)
     request = next(stream).admission.request_id
     with pytest.raises(Refused, match="DEADLINE_EXCEEDED"):
-        collect(stream)
+        read_out(stream)
     small.wait_closed()
     aborted = next(e for e in small.events(request) if isinstance(e, Aborted))
     assert aborted.cause in (Cause.DEADLINE, Cause.CLIENT_CANCEL, Cause.CLIENT_GONE)
@@ -355,7 +361,7 @@ def test_a_flipped_byte_reaches_nobody(folder: Path, tiny: Path) -> None:
 
 def test_an_answer_survives_its_prefill(folder: Path, tiny: Path) -> None:
     """Prefill killed (SIGKILL) after Verified and its drain does not stop the answer."""
-    request = sampled("a long answer " * 8, 7, 1500)
+    request = sampled("a long answer " * 8, 7, 600)
     flags = {"lease_seconds": 1.0}
     with Deployment(folder / "killed", tiny, engine=TINY_FLAGS, **flags) as deployment:
         deployment.start_engines(*ENGINES)
@@ -456,7 +462,7 @@ def test_sigterm_drains(tmp_path: Path, tiny: Path) -> None:
         started = [serve.wait_event("started", timeout=READY_SECONDS) for _ in range(3)]
         address = serve.wait_event("ready", timeout=READY_SECONDS)["address"]
         with Client(address) as client:
-            stream = client.generate(sampled("a long farewell", 1, 1900))
+            stream = client.generate(sampled("a long farewell", 1, 1000))
             first = [next(stream), next(stream)]
             serve.signal(signal.SIGTERM)
 
@@ -468,7 +474,7 @@ def test_sigterm_drains(tmp_path: Path, tiny: Path) -> None:
                 ask_until_refused()
             assert (caught.value.code, caught.value.reason) == ("UNAVAILABLE", "DRAINING")
             answer = collect(iter([*first, *stream]))
-            assert len(answer.tokens) == 1900
+            assert len(answer.tokens) == 1000
         assert serve.wait(timeout=STOP_SECONDS) == 0, serve.said_errors()
     finally:
         serve.kill()
