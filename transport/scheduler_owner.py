@@ -178,7 +178,12 @@ class SchedulerOwner:
     # --- lives --------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Take in the store's log and begin this life; called once, before `run`."""
+        """Take in the store's log and begin this life; called once, before `run`.
+
+        What the last life left unflushed is made durable before anybody is shown it: engines give
+        pages back on a `Released`, and a crash of the machine could otherwise forget that one.
+        """
+        self.journal.store.flush()
         stored = [(s.position, s.entry) for s in self.journal.store.tail(1)]
         for position, entry in stored:
             self.journal.index.note(position, entry)
