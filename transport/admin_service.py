@@ -20,6 +20,7 @@ from lifecycle.ids import EngineId, Party, RequestId
 from lifecycle.ledger import Account
 from lifecycle.state import OPEN, Phase
 from transport import refusals
+from transport.access import caller
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.log_service import PHASES
 from transport.pb import admin_pb2 as pb
@@ -67,9 +68,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def CancelRequest(
         self, request: pb.CancelRequestRequest, context: Context
     ) -> pb.CancelRequestResponse:
-        """End a request; NOT_FOUND when this log knows none of that name."""
-        name = RequestId(request.request_id)
-        question: Callable[[], bool | None] = partial(cancel_request, self._owner, name)
+        """End a request; NOT_FOUND when the caller's log knows none of that name."""
+        name, who = RequestId(request.request_id), caller()
+        tenant = None if who.sees_all else self._owner.clients.commit(who.tenant)
+        question: Callable[[], bool | None]
+        question = partial(cancel_request, self._owner, name, tenant=tenant)
         cancelled = await self._owner.ask(question)
         if cancelled is None:
             await context.abort_with_status(refusals.not_found("request", name).status())
@@ -85,14 +88,27 @@ def drain_engine(owner: SchedulerOwner, engine: EngineId) -> int | None:
     return life.attached.incarnation
 
 
-def cancel_request(owner: SchedulerOwner, request: RequestId) -> bool | None:
-    """End a request; whether that changed anything, or None when it is not known."""
+def cancel_request(
+    owner: SchedulerOwner, request: RequestId, *, tenant: str | None = None
+) -> bool | None:
+    """End a request; whether that changed anything, or None when it is not known.
+
+    `tenant` is the commitment of the only tenant whose requests are known; None knows all.
+    """
     core = owner.core
-    waiting = core.queue.find(request) is not None
-    if not waiting and owner.journal.index.find(request) is None:
+    pending, line = core.queue.find(request), owner.journal.index.find(request)
+    waiting = pending is not None
+    if pending is not None:
+        found = pending.wanted.tenant
+    elif line is not None:
+        found = line.tenant
+    else:
+        return None
+    if tenant not in {None, found}:
         return None
     ends = waiting or core.log.state(request).phase in OPEN
-    owner.perform(core.cancel(request, Cause.CLIENT_CANCEL, "operator", owner.now()))
+    reporter = "operator" if tenant is None else "client"
+    owner.perform(core.cancel(request, Cause.CLIENT_CANCEL, reporter, owner.now()))
     return ends
 
 

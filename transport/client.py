@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -24,6 +24,8 @@ from transport.pb import (
     log_pb2,
     log_pb2_grpc,
 )
+from transport.settings import CallSettings, require_loopback_or_tls
+from transport.tls import Dial
 
 DETAILS_KEY = "grpc-status-details-bin"
 QUICK_SECONDS = 10.0
@@ -82,9 +84,13 @@ def error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
 class Client:
     """Calls to one scheduler; use it as a context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, call: CallSettings | None = None) -> None:
+        """Raises InvalidSetting: beyond loopback nothing is sent without TLS."""
+        call = CallSettings() if call is None else call
+        require_loopback_or_tls(address, tls=call.tls_ca is not None)
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._dial = Dial.of(call, token_file=call.token_file)
+        self._channel = self._dial.channel(address, OPTIONS)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._log = log_pb2_grpc.LogServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
@@ -100,6 +106,9 @@ class Client:
     ) -> None:
         self._channel.close()
 
+    def _quick(self) -> dict[str, Any]:
+        return {"timeout": QUICK_SECONDS, "metadata": self._dial.metadata()}
+
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
@@ -112,7 +121,9 @@ class Client:
     ) -> Generator[generation_pb2.GenerateResponse, None, None]:
         """Admission, chunks, outcome; leaving the iteration early cancels the request."""
         with self._translated():
-            call = self._generation.Generate(request, timeout=timeout)
+            call = self._generation.Generate(
+                request, timeout=timeout, metadata=self._dial.metadata()
+            )
             try:
                 yield from call
             finally:
@@ -121,25 +132,26 @@ class Client:
     def status(self) -> admin_pb2.GetStatusResponse:
         """What there is and how full it is."""
         with self._translated():
-            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=QUICK_SECONDS)
+            return self._admin.GetStatus(admin_pb2.GetStatusRequest(), **self._quick())
 
     def cancel(self, request: str) -> bool:
         """End a request; whether this call ended it."""
         with self._translated():
             message = admin_pb2.CancelRequestRequest(request_id=request)
-            return self._admin.CancelRequest(message, timeout=QUICK_SECONDS).cancelled
+            return self._admin.CancelRequest(message, **self._quick()).cancelled
 
     def request_log(self, request: str) -> tuple[Stored, ...]:
         """Every entry of one request."""
         with self._translated():
             message = log_pb2.GetRequestLogRequest(request_id=request)
-            answer = self._log.GetRequestLog(message, timeout=QUICK_SECONDS)
+            answer = self._log.GetRequestLog(message, **self._quick())
             return tuple(_stored(one) for one in answer.entries)
 
     def tail(self, position: int = 1) -> Iterator[Stored]:
         """Entries from this position to the present end."""
         with self._translated():
-            for answer in self._log.Tail(log_pb2.TailRequest(from_position=position)):
+            wanted = log_pb2.TailRequest(from_position=position)
+            for answer in self._log.Tail(wanted, metadata=self._dial.metadata()):
                 for one in answer.entries:
                     yield _stored(one)
 

@@ -67,6 +67,10 @@ class ClientDesk:
         """Whether a client has not been told its outcome yet."""
         return bool(self._outcomes)
 
+    def commit(self, tenant: str) -> str:
+        """The tenant as it stands in events."""
+        return commitment(self._tenant_salt, tenant)
+
     # --- from clients -------------------------------------------------------------------------
 
     def submit(self, reader: Reader, asked: Asked) -> None:
@@ -86,7 +90,7 @@ class ClientDesk:
         self._enter(record, reader)
         effects = owner.core.submit(
             request,
-            tenant=commitment(self._tenant_salt, asked.tenant),
+            tenant=self.commit(asked.tenant),
             payload=Payload(asked.tokens, 0, asked.sampling),
             new_tokens_max=asked.new_tokens_max,
             deadline_ns=asked.deadline_ns,
@@ -105,7 +109,7 @@ class ClientDesk:
         self._enter(record, reader)
         effects = owner.core.refuse(
             record.request,
-            tenant=commitment(self._tenant_salt, tenant),
+            tenant=self.commit(tenant),
             code=RejectCode.INVALID_REQUEST,
             reason=reason,
             now_ns=now_ns,

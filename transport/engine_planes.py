@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
+import anyio
 import anyio.to_thread
 import attrs
 import grpc
@@ -25,10 +26,12 @@ from engine.pool import KVPool, bytes_needed, measure_free_bytes, pages_for, par
 from kernels.layout import PageLayout, PageMemory
 from lifecycle.events import FenceScope, Role
 from lifecycle.ids import Party
+from transport.access import open_access
 from transport.pb import pages_pb2_grpc
 from transport.planes.grpc_stream import SERVER_OPTIONS, GrpcStreamPlane
 from transport.planes.shared_memory import Segment, SharedMemoryPlane, create_segment
 from transport.settings import EngineSettings
+from transport.tls import Dial, listen, server_credentials
 
 SERVER_GRACE_SECONDS = 1.0
 PROTOCOL = 1
@@ -115,7 +118,8 @@ async def _open_writer(
     staging = PageMemory.allocate(layout, settings.staging_pages)
     plane: DataPlane
     if settings.plane == "grpc":
-        plane = GrpcStreamPlane(party=str(party), incarnation=str(party), wake=wake)
+        dial = Dial.of(settings, token_file=settings.token_file)
+        plane = GrpcStreamPlane(party=str(party), incarnation=str(party), wake=wake, dial=dial)
     else:
         plane = SharedMemoryPlane(wake=wake)
     plane.register(_octets(staging))
@@ -156,13 +160,17 @@ async def _open_server(
     pool = KVPool.allocate(layout, pages)
     plane = GrpcStreamPlane(party=str(party), incarnation=str(party), wake=wake)
     plane.register(_octets(pool.memory))
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    access = open_access(settings.credentials)
+    server = grpc.aio.server(interceptors=(access,), options=SERVER_OPTIONS)
     pages_pb2_grpc.add_PagesServiceServicer_to_server(plane.servicer(), server)
-    port = server.add_insecure_port(f"{settings.host}:0")
+    port = listen(server, f"{settings.host}:0", server_credentials(settings))
     await server.start()
     plane.listening_at(f"{settings.host}:{port}")
     try:
-        yield EngineMemory(pool, None, plane, plane.descriptor())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(access.watch)
+            yield EngineMemory(pool, None, plane, plane.descriptor())
+            tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
             await server.stop(SERVER_GRACE_SECONDS)

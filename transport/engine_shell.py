@@ -42,6 +42,7 @@ from transport.fleet_client import (
 )
 from transport.pb import fleet_pb2 as pb
 from transport.settings import EngineSettings
+from transport.tls import Dial
 
 EXIT_DONE = 0
 EXIT_BROKEN = 1
@@ -163,7 +164,12 @@ class EngineShell:
         self._jobs: MemoryObjectSendStream[Job]
         self._work: MemoryObjectReceiveStream[Job]
         self._jobs, self._work = anyio.create_memory_object_stream(1)
-        self._client = FleetClient(settings.scheduler, hello=self._hello, deliver=self._send.send)
+        self._client = FleetClient(
+            settings.scheduler,
+            hello=self._hello,
+            deliver=self._send.send,
+            dial=Dial.of(settings, token_file=settings.token_file),
+        )
         self._computing = False
         self._ready: Callable[[], None] | None = None
         self._hello_next_number = 1
@@ -250,8 +256,12 @@ class EngineShell:
                     code = self._hear(item)
                     if code is not None:
                         return code
-            case Broken(reason):
+            case Broken(reason, denied):
                 self._client.welcomed = False
+                if denied and not self.owner.core.epoch:
+                    # A credential may come back to who has joined before, never to who has not.
+                    _log.error("denied_by_scheduler", party=str(self.party), reason=reason)
+                    return EXIT_REFUSED
                 self._alone_since_ns = self._alone_since_ns or time.monotonic_ns()
                 _log.info("scheduler_stream_ended", party=str(self.party), reason=reason)
             case _Done(continuation):

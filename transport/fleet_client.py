@@ -25,6 +25,7 @@ from transport.engine_owner import Counters, NewTokens, Outgoing, Owner
 from transport.mailbox import Mailbox
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc, generation_pb2
+from transport.tls import PLAIN, Dial
 
 ITEMS_PER_MESSAGE_MAX = 256
 OUTBOX_ITEMS_MAX = 65_536
@@ -58,6 +59,11 @@ class Broken:
     """The stream has ended; another will begin."""
 
     reason: str
+    denied: bool = False
+    """Whether the scheduler does not let this credential in."""
+
+
+DENIALS = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 
 class FleetClient:
@@ -73,9 +79,11 @@ class FleetClient:
         *,
         hello: Callable[[], pb.Hello],
         deliver: Callable[[Heard | Broken], Awaitable[None]],
+        dial: Dial = PLAIN,
     ) -> None:
         self.welcomed = False
         self._target = target
+        self._dial = dial
         self._hello = hello
         self._deliver = deliver
         self._outbox: Mailbox[pb.EngineItem] = Mailbox(OUTBOX_ITEMS_MAX)
@@ -96,21 +104,21 @@ class FleetClient:
     async def run(self) -> None:
         """Open streams until cancelled."""
         backoff = BACKOFF_SECONDS_FIRST
-        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+        async with self._dial.aio_channel(self._target, CHANNEL_OPTIONS) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             while True:
-                heard_any, reason = await self._one_stream(stub)
+                heard_any, broken = await self._one_stream(stub)
                 self.drop()
-                await self._deliver(Broken(reason))
+                await self._deliver(broken)
                 backoff = 2 * backoff if not heard_any else BACKOFF_SECONDS_FIRST
                 backoff = min(backoff, BACKOFF_SECONDS_MAX)
                 await anyio.sleep(backoff)
 
-    async def _one_stream(self, stub: Any) -> tuple[bool, str]:
+    async def _one_stream(self, stub: Any) -> tuple[bool, Broken]:
         """One stream from hello to end; whether anything was heard, and why it ended."""
         outbox = self._outbox = Mailbox(OUTBOX_ITEMS_MAX)
-        call = stub.Connect()
-        heard_any, reason = False, "the outbox was full, or the stream was given up"
+        call = stub.Connect(metadata=self._dial.metadata())
+        heard_any, denied, reason = False, False, "the outbox was full, or the stream was given up"
         try:
             async with anyio.create_task_group() as tasks:
                 hello = pb.EngineItem(hello=self._hello())
@@ -121,6 +129,7 @@ class FleetClient:
                         await self._deliver(Heard(tuple(response.items)))
                     reason = "the scheduler ended the stream"
                 except grpc.aio.AioRpcError as error:
+                    denied = error.code() in DENIALS
                     reason = f"{error.code().name}: {error.details()}"
                 except asyncio.CancelledError:
                     if not _is_being_cancelled():
@@ -130,7 +139,7 @@ class FleetClient:
                 tasks.cancel_scope.cancel()
         finally:
             call.cancel()
-        return heard_any, reason
+        return heard_any, Broken(reason, denied)
 
     async def _write(
         self,

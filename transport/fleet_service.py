@@ -13,6 +13,8 @@ import anyio
 import grpc
 import structlog
 
+from transport import refusals
+from transport.access import caller
 from transport.fleet_streams import Link
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc
@@ -41,6 +43,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         if not items or items[0].WhichOneof("item") != "hello":
             message = "the first item of a stream is a hello"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+        who, engine = caller(), items[0].hello.party.engine
+        if not who.may_join_as(engine):
+            message = f"this credential is bound to engine {who.engine!r}, not to {engine!r}"
+            refusal = refusals.permission_denied(message, engine=engine)
+            await context.abort_with_status(refusal.status())
         try:
             await self._owner.tell(partial(self._owner.fleet.hello, link, items[0].hello))
             if len(items) > 1:

@@ -18,6 +18,7 @@ import grpc
 import structlog
 
 from lifecycle.events import Cause
+from transport.access import caller
 from transport.client_records import Asked, Reader
 from transport.mailbox import Mailbox
 from transport.pb import generation_pb2 as pb
@@ -26,7 +27,6 @@ from transport.refusals import Refusal
 from transport.scheduler_owner import SchedulerOwner
 from transport.tokenising import Tokenising, UnusableRequest
 
-TENANT = "default"
 NANOSECONDS = 1_000_000_000
 _WHOLE_ANSWER = 1 << 40
 
@@ -116,7 +116,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 yield step
 
     async def _submit(self, request: pb.GenerateRequest, reader: Reader, context: Context) -> None:
-        owner = self._owner
+        owner, tenant = self._owner, caller().tenant
         asked_ns = owner.now()
         seconds = min(_seconds_left(context), self._request_seconds_max)
         try:
@@ -125,7 +125,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             )
         except UnusableRequest as error:
             refuse = partial(
-                owner.clients.refuse, reader, tenant=TENANT, field=error.field, reason=str(error)
+                owner.clients.refuse, reader, tenant=tenant, field=error.field, reason=str(error)
             )
             await owner.tell(refuse)
             return
@@ -135,7 +135,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             new_tokens_max=prepared.new_tokens_max,
             deadline_ns=asked_ns + int(seconds * NANOSECONDS),
             asked_ns=asked_ns,
-            tenant=TENANT,
+            tenant=tenant,
             key=request.idempotency_key,
             body=_body(request),
         )

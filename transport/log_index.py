@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import attrs
 
-from lifecycle.events import Aborted, Entry, Finished, Rejected
+from lifecycle.events import Aborted, Admitted, Entry, Finished, Rejected
 from lifecycle.ids import FLEET, RequestId
 
 
 @attrs.define
 class Line:
-    """Where a request's entries stand, when they were made, and how it ended."""
+    """Where a request's entries stand, when they were made, and how it ended.
+
+    `tenant` is the commitment of its first event.
+    """
 
     request: RequestId
     first_position: int
@@ -26,6 +29,7 @@ class Line:
     attempt: int = 0
     outcome: str = ""
     outcome_reason: str = ""
+    tenant: str = ""
 
 
 class LogIndex:
@@ -34,6 +38,7 @@ class LogIndex:
     def __init__(self) -> None:
         self.lines: list[Line] = []
         self._by_request: dict[RequestId, Line] = {}
+        self._by_tenant: dict[str, list[Line]] = {}
 
     def note(self, position: int, entry: Entry) -> None:
         """Take in the entry at this position; the fleet's own log is no request."""
@@ -42,7 +47,10 @@ class LogIndex:
         line = self._by_request.get(entry.request)
         if line is None:
             line = Line(entry.request, position, position, entry.time_ns, entry.time_ns)
+            if isinstance(entry.event, Admitted | Rejected):
+                line.tenant = entry.event.tenant
             self._by_request[entry.request] = line
+            self._by_tenant.setdefault(line.tenant, []).append(line)
             self.lines.append(line)
         line.last_position = position
         line.last_time_ns = entry.time_ns
@@ -54,6 +62,10 @@ class LogIndex:
             line.outcome, line.outcome_reason = "Aborted", event.cause.name
         elif isinstance(event, Finished):
             line.outcome, line.outcome_reason = "Finished", event.reason.name
+
+    def of_tenant(self, tenant: str) -> list[Line]:
+        """The lines of one tenant, by its commitment."""
+        return self._by_tenant.get(tenant, [])
 
     def find(self, request: RequestId) -> Line | None:
         """The line of that request."""

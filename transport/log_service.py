@@ -1,6 +1,6 @@
 """The event log for whoever may read it: one request, a list, a tail.
 
-Owns: pages of answers and the pace of a tail.
+Owns: pages of answers, the pace of a tail, and that a client sees its own tenant's requests only.
 Must not know: what an entry means.
 
 A tail is pulled: a slow reader delays only itself, and nothing waits for it in memory.
@@ -8,6 +8,7 @@ A tail is pulled: a slow reader delays only itself, and nothing waits for it in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.store import PositionOutOfRange, Stored
 from lifecycle.ids import RequestId
 from lifecycle.state import Phase
 from transport import codec, refusals
+from transport.access import caller
 from transport.log_index import Line
 from transport.pb import log_pb2 as pb
 from transport.pb import log_pb2_grpc
@@ -52,7 +54,9 @@ class LogService(log_pb2_grpc.LogServiceServicer):
     ) -> pb.GetRequestLogResponse:
         """Every entry of one request; NOT_FOUND when the log knows none."""
         name = RequestId(request.request_id)
-        stored = await anyio.to_thread.run_sync(self._store.read, name)
+        stored: Sequence[Stored] = ()
+        if self._visible(name, self._tenant()):
+            stored = await anyio.to_thread.run_sync(self._store.read, name)
         if not stored:
             await _abort(context, refusals.not_found("request", name))
         return pb.GetRequestLogResponse(entries=[encode_stored(s) for s in stored])
@@ -67,10 +71,22 @@ class LogService(log_pb2_grpc.LogServiceServicer):
             await _abort(context, refusals.bad_argument("page_token", message))
         start = int(token)
         stop = start + min(request.page_size or PAGE_DEFAULT, PAGE_MAX)
-        return await self._owner.ask(lambda: self._page(start, stop))
+        tenant = self._tenant()
+        return await self._owner.ask(lambda: self._page(start, stop, tenant=tenant))
 
-    def _page(self, start: int, stop: int) -> pb.ListRequestsResponse:
-        lines = self._owner.journal.index.lines
+    def _tenant(self) -> str | None:
+        """The commitment that the caller's requests bear; None when it may see all."""
+        who = caller()
+        return None if who.sees_all else self._owner.clients.commit(who.tenant)
+
+    def _visible(self, request: RequestId, tenant: str | None) -> bool:
+        """Whether these entries are the caller's business; another's are as if unknown."""
+        line = self._owner.journal.index.find(request)
+        return tenant is None or (line is not None and line.tenant == tenant)
+
+    def _page(self, start: int, stop: int, *, tenant: str | None) -> pb.ListRequestsResponse:
+        index = self._owner.journal.index
+        lines = index.lines if tenant is None else index.of_tenant(tenant)
         more = str(stop) if stop < len(lines) else ""
         summaries = [self._summary(line) for line in lines[start:stop]]
         return pb.ListRequestsResponse(requests=summaries, next_page_token=more)
@@ -99,7 +115,7 @@ class LogService(log_pb2_grpc.LogServiceServicer):
         self, request: pb.TailRequest, context: Context
     ) -> None:
         """The log from a position on, and what comes if it is followed."""
-        position = request.from_position or 1
+        position, tenant = request.from_position or 1, self._tenant()
         while True:
             try:
                 stored = await anyio.to_thread.run_sync(self._read, position)
@@ -109,8 +125,10 @@ class LogService(log_pb2_grpc.LogServiceServicer):
                 )
                 await _abort(context, refusal)
             if stored:
-                entries = [encode_stored(s) for s in stored]
-                await context.write(pb.TailResponse(entries=entries))
+                visible = [s for s in stored if self._visible(s.entry.request, tenant)]
+                if visible:
+                    entries = [encode_stored(s) for s in visible]
+                    await context.write(pb.TailResponse(entries=entries))
                 position = stored[-1].position + 1
             elif not request.follow or self.closing.is_set():
                 return

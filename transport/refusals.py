@@ -212,6 +212,18 @@ def not_found(what: str, name: str) -> Refusal:
     )
 
 
+def unauthenticated(message: str) -> Refusal:
+    """Who calls is not known; what was shown is never repeated."""
+    return Refusal(code=Code.UNAUTHENTICATED, reason="UNAUTHENTICATED", message=message)
+
+
+def permission_denied(message: str, **metadata: str) -> Refusal:
+    """Who calls is known, and may not do this."""
+    return Refusal(
+        code=Code.PERMISSION_DENIED, reason="PERMISSION_DENIED", message=message, metadata=metadata
+    )
+
+
 def bad_argument(field: str, message: str) -> Refusal:
     """A field of a request about the log or the deployment cannot be used."""
     return Refusal(

@@ -14,15 +14,18 @@ from collections.abc import Callable
 
 import anyio
 import anyio.to_thread
+import grpc
 import structlog
 
 from engine.store import EventStore, StoreUnavailable
 from lifecycle.events import Cause
+from transport.access import open_access
 from transport.scheduler_owner import SchedulerOwner
-from transport.server import ServedModel, Services, load_served_model, make_owner
+from transport.server import Services, load_served_model, make_owner
 from transport.settings import InvalidSetting, SchedulerSettings
 from transport.stores.memory import MemoryStore
 from transport.stores.segments import SegmentStore
+from transport.tls import listen, server_credentials
 
 GRACE_SECONDS = 2.0
 
@@ -43,13 +46,19 @@ async def run_scheduler(
     """
     if not structlog.is_configured():
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    access = open_access(settings.credentials, settings.engine_credentials)
+    if settings.credentials is None:
+        _log.warning("open_to_everybody", host=settings.host, reason="no credentials are set")
+    tls = server_credentials(settings)
     model = await anyio.to_thread.run_sync(load_served_model, settings.model)
     if store is None:
         store = await anyio.to_thread.run_sync(_open, settings)
     try:
         owner = make_owner(settings, model=model, store=store)
         try:
-            return await _serve(settings, owner, model=model, ready=ready, stop=stop)
+            services = Services.assemble(owner, model=model, settings=settings, access=access)
+            address = _bind(services, settings, tls)
+            return await _serve(services, owner, settings, address=address, ready=ready, stop=stop)
         finally:
             owner.close()
     finally:
@@ -60,27 +69,35 @@ def _open(settings: SchedulerSettings) -> EventStore:
     return MemoryStore() if settings.log is None else SegmentStore(settings.log)
 
 
+def _bind(
+    services: Services, settings: SchedulerSettings, tls: grpc.ServerCredentials | None
+) -> str:
+    """The bound address."""
+    wanted = f"{settings.host}:{settings.port}"
+    try:
+        port = listen(services.server, wanted, tls)
+    except RuntimeError as error:
+        raise InvalidSetting(name="port", value=wanted, reason="cannot be bound") from error
+    return f"{settings.host}:{port}"
+
+
 async def _serve(
-    settings: SchedulerSettings,
+    services: Services,
     owner: SchedulerOwner,
+    settings: SchedulerSettings,
     *,
-    model: ServedModel,
+    address: str,
     ready: Callable[[str], None],
     stop: anyio.Event,
 ) -> int:
-    services = Services.assemble(owner, model=model, settings=settings)
-    wanted = f"{settings.host}:{settings.port}"
-    try:
-        port = services.server.add_insecure_port(wanted)
-    except RuntimeError as error:
-        raise InvalidSetting(name="port", value=wanted, reason="cannot be bound") from error
     await services.server.start()
-    address = f"{settings.host}:{port}"
     async with anyio.create_task_group() as tasks:
         try:
             tasks.start_soon(owner.run)
+            tasks.start_soon(services.access.watch)
             tasks.start_soon(services.watch_health, owner)
-            _log.info("scheduler_ready", address=address, epoch=owner.core.epoch, model=model.name)
+            model, epoch = owner.settings.model, owner.core.epoch
+            _log.info("scheduler_ready", address=address, epoch=epoch, model=model)
             ready(address)
             await stop.wait()
             code = await _drain(owner, seconds=settings.drain_seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -23,7 +24,9 @@ from engine.store import EventStore
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import load_config
 from lifecycle.decide import Limits
+from transport.access import Access
 from transport.admin_service import AdminService
+from transport.credentials import write_private
 from transport.fleet_service import FleetService
 from transport.generation_service import NANOSECONDS, GenerationService
 from transport.log_service import LogService
@@ -120,7 +123,7 @@ def make_owner(
             context_wanted=context,
             tokenizer=model.tokenizer.fingerprint,
             digest_key=key,
-            tenant_salt=secrets.token_bytes(KEY_BYTES),
+            tenant_salt=tenant_salt(settings),
             lease_ns=nanoseconds(settings.lease_seconds),
             reader_tokens_max=settings.reader_tokens_max,
         ),
@@ -131,6 +134,24 @@ def make_owner(
     return owner
 
 
+def tenant_salt(settings: SchedulerSettings) -> bytes:
+    """The key of tenants' commitments: of this life, or kept in a file. Raises InvalidSetting."""
+    salt, path = secrets.token_bytes(KEY_BYTES), settings.tenant_key
+    if path is None:
+        return salt
+    try:
+        with suppress(FileExistsError):
+            write_private(path, salt)
+        salt = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or "cannot be used"
+        raise InvalidSetting(name="tenant_key", value=str(path), reason=reason) from error
+    if len(salt) != KEY_BYTES:
+        reason = f"holds {len(salt)} bytes, {KEY_BYTES} are needed"
+        raise InvalidSetting(name="tenant_key", value=str(path), reason=reason)
+    return salt
+
+
 @attrs.define
 class Services:
     """The gRPC server with everything on it."""
@@ -138,13 +159,19 @@ class Services:
     server: grpc.aio.Server
     health: health.HealthServicer
     log: LogService
+    access: Access
 
     @classmethod
     def assemble(
-        cls, owner: SchedulerOwner, *, model: ServedModel, settings: SchedulerSettings
+        cls,
+        owner: SchedulerOwner,
+        *,
+        model: ServedModel,
+        settings: SchedulerSettings,
+        access: Access,
     ) -> Services:
         """Put the services of this scheduler on a server that does not listen yet."""
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=(access,), options=SERVER_OPTIONS)
         tokenising = Tokenising(
             model.tokenizer,
             model=model.name,
@@ -163,7 +190,7 @@ class Services:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         names = (*SERVICES, HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        return cls(server, servicer, log)
+        return cls(server, servicer, log, access)
 
     async def watch_health(self, owner: SchedulerOwner) -> None:
         """Keep the health of generation equal to whether a request would have a chance."""

@@ -18,6 +18,7 @@ LOOPBACK = "127.0.0.1"
 SCHEDULER_PORT = 50551
 DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 PLANES = ("shared-memory", "grpc")
+WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - named to be refused
 FLAG_NAMES = {"context_tokens": "context"}
 
 
@@ -66,17 +67,43 @@ def _port(_instance: object, attribute: attrs.Attribute[int], value: int) -> Non
         raise InvalidSetting(name=attribute.name, value=value, reason="is no port (0 to 65535)")
 
 
-def _loopback(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
-    if not is_loopback(value):
-        reason = f"only loopback hosts such as {LOOPBACK} are served: nothing is encrypted yet"
-        raise InvalidSetting(name=attribute.name, value=value, reason=reason)
-
-
-def _loopback_address(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
+def _address(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
     host, colon, port = value.rpartition(":")
-    if not colon or not port.isascii() or not port.isdecimal():
+    if not host or not colon or not port.isascii() or not port.isdecimal():
         raise InvalidSetting(name=attribute.name, value=value, reason="is no address (host:port)")
-    _loopback(_instance, attribute, host)
+
+
+def require_loopback_or_tls(address: str, *, tls: bool, name: str = "scheduler") -> None:
+    """What leaves this machine is encrypted. Raises InvalidSetting."""
+    if not tls and not is_loopback(address.rpartition(":")[0]):
+        reason = "beyond loopback nothing is sent without TLS: give --tls-ca"
+        raise InvalidSetting(name=name, value=address, reason=reason)
+
+
+def _both_or_none(settings: object, first: str, second: str) -> None:
+    if (getattr(settings, first) is None) is not (getattr(settings, second) is None):
+        given, missing = (first, second) if getattr(settings, second) is None else (second, first)
+        reason = f"it needs --{flag_name(missing)} beside it"
+        raise InvalidSetting(name=given, value=str(getattr(settings, given)), reason=reason)
+
+
+def _check_listening(settings: SchedulerSettings | JoinSettings) -> None:
+    """Whoever listens beyond loopback encrypts, and knows its callers."""
+    _both_or_none(settings, "tls_cert", "tls_key")
+    if settings.tls_client_ca is not None and settings.tls_cert is None:
+        value = str(settings.tls_client_ca)
+        reason = "client certificates need TLS: give --tls-cert and --tls-key"
+        raise InvalidSetting(name="tls_client_ca", value=value, reason=reason)
+    if is_loopback(settings.host):
+        return
+    wanted = {"--tls-cert": settings.tls_cert, "--credentials": settings.credentials}
+    missing = [flag for flag, value in wanted.items() if value is None]
+    if missing:
+        reason = (
+            f"a host beyond loopback (such as {LOOPBACK}) is bound only with TLS and credentials; "
+            f"missing: {', '.join(missing)}"
+        )
+        raise InvalidSetting(name="host", value=settings.host, reason=reason)
 
 
 def _plane(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
@@ -91,8 +118,8 @@ class SchedulerSettings:
 
     model: str = str(DEFAULT_MODEL)
     """Model: a GGUF file, a local directory in Hugging Face's format, or a hub id."""
-    host: str = attrs.field(default=LOOPBACK, validator=_loopback)
-    """Host to bind; loopback only."""
+    host: str = LOOPBACK
+    """Host to bind; one beyond loopback needs TLS and credentials."""
     port: int = attrs.field(default=SCHEDULER_PORT, validator=_port)
     """Port to bind; 0 takes a free one."""
     log: Path | None = None
@@ -119,11 +146,56 @@ class SchedulerSettings:
     """Most tokens held for a client that reads slowly; beyond it the client is cut."""
     drain_seconds: float = attrs.field(default=60.0, validator=_above_zero)
     """Longest orderly shutdown."""
+    credentials: Path | None = None
+    """TOML file of those who may call; read again when it changes."""
+    engine_credentials: Path | None = None
+    """A second such file, for engines only; `serve` makes one for each run."""
+    tenant_key: Path | None = None
+    """File of the key that lets tenants see their requests of earlier lives; made if absent."""
+    tls_cert: Path | None = None
+    """Certificate chain of this server (PEM); read again when it changes."""
+    tls_key: Path | None = None
+    """Private key of that certificate (PEM)."""
+    tls_client_ca: Path | None = None
+    """Certificates (PEM) that sign those of clients; every client must then show one."""
+
+    def __attrs_post_init__(self) -> None:
+        _check_listening(self)
 
 
 @attrs.frozen(kw_only=True)
-class PoolSettings:
-    """Memory and work of an engine; `serve` gives all engines the same."""
+class DialSettings:
+    """How a process that calls knows whom it reaches, and shows who it is."""
+
+    tls_ca: Path | None = None
+    """Certificates (PEM) that sign those of servers; with it every call is encrypted."""
+    tls_server_name: str | None = None
+    """Name to expect in servers' certificates, if it is not the host of their address."""
+    tls_client_cert: Path | None = None
+    """Certificate chain to show to servers (PEM)."""
+    tls_client_key: Path | None = None
+    """Private key of that certificate (PEM)."""
+
+    def __attrs_post_init__(self) -> None:
+        _both_or_none(self, "tls_client_cert", "tls_client_key")
+        for name in ("tls_server_name", "tls_client_cert"):
+            value = getattr(self, name)
+            if value is not None and self.tls_ca is None:
+                reason = "it has no use without --tls-ca"
+                raise InvalidSetting(name=name, value=str(value), reason=reason)
+
+
+@attrs.frozen(kw_only=True)
+class CallSettings(DialSettings):
+    """A client of a running scheduler."""
+
+    token_file: Path | None = None
+    """File that holds the bearer token to send."""
+
+
+@attrs.frozen(kw_only=True)
+class PoolSettings(DialSettings):
+    """Memory and work of an engine, and its calls; `serve` gives all engines the same."""
 
     kv_memory: str = "20%"
     """Size of the KV pool: bytes as "512MiB", or a share of free memory as "20%"."""
@@ -147,16 +219,32 @@ class PoolSettings:
 class JoinSettings(PoolSettings):
     """An engine process, whatever its role."""
 
-    scheduler: str = attrs.field(
-        default=f"{LOOPBACK}:{SCHEDULER_PORT}", validator=_loopback_address
-    )
+    scheduler: str = attrs.field(default=f"{LOOPBACK}:{SCHEDULER_PORT}", validator=_address)
     """Address of the scheduler to join (host:port)."""
     model: str = str(DEFAULT_MODEL)
     """Model: a GGUF file, a local directory in Hugging Face's format, or a hub id."""
-    host: str = attrs.field(default=LOOPBACK, validator=_loopback)
-    """Host that the data plane binds; loopback only."""
+    host: str = LOOPBACK
+    """Host that the data plane binds; one beyond loopback needs TLS and credentials."""
     growth_tokens: int = attrs.field(default=64, validator=_above_zero)
     """Decode: tokens of a request's first growth step; must equal the scheduler's."""
+    token_file: Path | None = None
+    """File that holds the bearer token to send."""
+    credentials: Path | None = None
+    """Decode with the grpc plane: TOML file of the engines that may write pages here."""
+    tls_cert: Path | None = None
+    """Decode with the grpc plane: certificate chain of the pages' server (PEM)."""
+    tls_key: Path | None = None
+    """Private key of that certificate (PEM)."""
+    tls_client_ca: Path | None = None
+    """Certificates (PEM) that sign those of other engines; each must then show one."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        _check_listening(self)
+        if self.host.strip("[]") in WILDCARDS:
+            reason = "other engines are told this host, so it must be one that they can reach"
+            raise InvalidSetting(name="host", value=self.host, reason=reason)
+        require_loopback_or_tls(self.scheduler, tls=self.tls_ca is not None)
 
 
 @attrs.frozen(kw_only=True)

@@ -45,6 +45,7 @@ from transport.planes.grpc_receiver import PagesServicer
 from transport.planes.placement import PlacementTable
 from transport.planes.segment import Bytes, Copy, as_bytes, copy_bytes
 from transport.planes.tickets import TicketBook, Worker
+from transport.tls import PLAIN, Dial
 
 __all__ = ["PLANE_NAME", "SERVER_OPTIONS", "GrpcStreamPlane"]
 
@@ -75,12 +76,12 @@ class GrpcStreamPlane:
         incarnation: str,
         wake: Callable[[], None] | None = None,
         copy: Copy = copy_bytes,
-        credentials: grpc.ChannelCredentials | None = None,
+        dial: Dial = PLAIN,
     ) -> None:
         self._party = party
         self._incarnation = incarnation
         self._copy = copy
-        self._channel_credentials = credentials
+        self._dial = dial
         self._key = secrets.token_bytes(KEY_BYTES)
         self._ticket_prefix = secrets.token_bytes(16)
         self._region: Bytes | None = None
@@ -128,12 +129,7 @@ class GrpcStreamPlane:
     def open_peer(self, descriptor: str) -> Peer:
         """Make a channel; who answers there is checked before the first byte of every ticket."""
         published = Descriptor.decode(descriptor, plane=PLANE_NAME)
-        if self._channel_credentials is None:
-            channel = grpc.insecure_channel(published.endpoint, options=CHANNEL_OPTIONS)
-        else:
-            channel = grpc.secure_channel(
-                published.endpoint, self._channel_credentials, options=CHANNEL_OPTIONS
-            )
+        channel = self._dial.channel(published.endpoint, CHANNEL_OPTIONS)
         credentials = pages_pb2.Credentials(
             incarnation=published.incarnation, key=bytes.fromhex(published.key), party=self._party
         )
@@ -196,7 +192,9 @@ class GrpcStreamPlane:
     ) -> tuple[pages_pb2.WriteResponse | None, str]:
         """Run one stream to its end; return the owner's final answer, if any, and the status."""
         final: pages_pb2.WriteResponse | None = None
-        call = link.stub.Write(iter(source), timeout=TICKET_SECONDS_MAX)
+        call = link.stub.Write(
+            iter(source), timeout=TICKET_SECONDS_MAX, metadata=self._dial.metadata()
+        )
         try:
             for response in call:
                 if response.WhichOneof("answer") == "accepted":
@@ -229,7 +227,10 @@ class GrpcStreamPlane:
     def _ask(self, link: _Link, ticket: Ticket) -> None:
         request = pages_pb2.SettleRequest(credentials=link.credentials, name=self._name(ticket))
         try:
-            settlement = link.stub.Settle(request, timeout=INQUIRY_SECONDS_MAX).settlement
+            answer = link.stub.Settle(
+                request, timeout=INQUIRY_SECONDS_MAX, metadata=self._dial.metadata()
+            )
+            settlement = answer.settlement
         except Exception as error:  # noqa: BLE001 - no answer of any kind is no proof
             self._book.settle(ticket, Answer.IN_DOUBT, f"inquiry failed: {type(error).__name__}")
             return
