@@ -19,7 +19,13 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.argument import ArgumentCollection
 from cyclopts.config import Env
 
-from transport import commands_bench, commands_log, commands_run, commands_use
+from transport import (
+    commands_bench,
+    commands_credentials,
+    commands_log,
+    commands_run,
+    commands_use,
+)
 from transport.commands_shared import (
     DASH,
     EXIT_FAILED,
@@ -61,6 +67,7 @@ for verb in (
 ):
     app.command(verb)
 app.command(commands_log.log_app)
+app.command(commands_credentials.credentials_app)
 app.command(commands_bench.bench_app)
 
 

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 from cyclopts import App
 
 from transport.commands_shared import (
+    CALL,
     DEFAULT_SCHEDULER,
     EXIT_FAILED,
     EXIT_OK,
     EXIT_UNREADABLE,
+    Door,
     Json,
     SchedulerAddress,
     Switch,
@@ -30,6 +32,7 @@ from transport.commands_shared import (
 
 if TYPE_CHECKING:
     from engine.store import Stored
+    from transport.settings import CallSettings
 
 log_app = App(name="log", help="Look at the event log.")
 
@@ -48,6 +51,7 @@ def show(
     /,
     *,
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
     log: Path | None = None,
     json: Json = False,
 ) -> int:
@@ -66,7 +70,7 @@ def show(
     """
     from transport import jsonlines, render
 
-    entries = _of_request(request, scheduler=scheduler, log=log)
+    entries = _of_request(request, scheduler=scheduler, door=door, log=log)
     if json:
         for one in entries:
             say_json(jsonlines.entry_object(one))
@@ -75,11 +79,13 @@ def show(
     return EXIT_OK
 
 
-def _of_request(request: str, *, scheduler: str, log: Path | None) -> tuple[Stored, ...]:
+def _of_request(
+    request: str, *, scheduler: str, door: CallSettings, log: Path | None
+) -> tuple[Stored, ...]:
     if log is None:
         from transport.client import Client
 
-        with Client(scheduler) as client:
+        with Client(scheduler, door) as client:
             entries = client.request_log(request)
     else:
         from transport.jsonlines import read_log
@@ -95,6 +101,7 @@ def export(
     *,
     output: Path | None = None,
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
     log: Path | None = None,
     json: Switch = False,  # noqa: ARG001 - accepted everywhere, and an export is JSON in any case
 ) -> int:
@@ -113,7 +120,7 @@ def export(
     """
     from transport.jsonlines import write_jsonlines
 
-    entries, complete = _whole(scheduler=scheduler, log=log)
+    entries, complete = _whole(scheduler=scheduler, door=door, log=log)
     if output is None or is_standard(output):
         write_jsonlines(sys.stdout, entries, complete=complete)
         sys.stdout.flush()
@@ -124,12 +131,14 @@ def export(
     return EXIT_OK
 
 
-def _whole(*, scheduler: str, log: Path | None) -> tuple[tuple[Stored, ...], bool]:
+def _whole(
+    *, scheduler: str, door: CallSettings, log: Path | None
+) -> tuple[tuple[Stored, ...], bool]:
     """All entries that are to be had, and whether nothing is missing."""
     if log is None:
         from transport.client import Client
 
-        with Client(scheduler) as client:
+        with Client(scheduler, door) as client:
             entries = tuple(client.tail(1))
         return entries, not entries or entries[0].position == 1
     from transport.jsonlines import read_log

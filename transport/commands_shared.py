@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from transport.settings import LOOPBACK, SCHEDULER_PORT
+from transport.settings import LOOPBACK, SCHEDULER_PORT, CallSettings
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -39,6 +39,12 @@ Switch = Annotated[bool, Parameter(negative="")]
 
 SchedulerAddress = Annotated[str, Parameter(name="--scheduler")]
 """Where a running scheduler listens."""
+
+
+Door = Annotated[CallSettings, Parameter(name="*")]
+"""How a verb that calls a scheduler shows who it is."""
+
+CALL = CallSettings()
 
 
 class UsageError(Exception):

@@ -13,9 +13,11 @@ import attrs
 from cyclopts import Parameter
 
 from transport.commands_shared import (
+    CALL,
     DEFAULT_SCHEDULER,
     EXIT_OK,
     EXIT_UNREACHABLE,
+    Door,
     Json,
     SchedulerAddress,
     Switch,
@@ -122,6 +124,7 @@ def generate(
     timeout: float | None = None,
     idempotency_key: str = "",
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
     json: Json = False,
 ) -> int:
     """Generate text and stream it to standard output.
@@ -155,7 +158,7 @@ def generate(
         _prompt(prompt), sampling, chat=chat, system=system, token_ids=token_ids
     )
     request.idempotency_key = idempotency_key
-    with Client(scheduler) as client:
+    with Client(scheduler, door) as client:
         ended = False
         for response in client.generate(request, timeout=timeout):
             ended = response.HasField("outcome")
@@ -183,7 +186,9 @@ def _print_step(response: GenerateResponse, *, json: bool) -> None:
             )
 
 
-def status(*, scheduler: SchedulerAddress = DEFAULT_SCHEDULER, json: Json = False) -> int:
+def status(
+    *, scheduler: SchedulerAddress = DEFAULT_SCHEDULER, door: Door = CALL, json: Json = False
+) -> int:
     """Show engines, pages, requests and the log's position.
 
     Parameters
@@ -196,7 +201,7 @@ def status(*, scheduler: SchedulerAddress = DEFAULT_SCHEDULER, json: Json = Fals
     from transport import render
     from transport.client import Client
 
-    with Client(scheduler) as client:
+    with Client(scheduler, door) as client:
         answer = client.status()
     if json:
         say_message(answer, zeros=True)

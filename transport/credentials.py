@@ -1,6 +1,6 @@
 """Who may call: credentials from TOML files, read again when they change.
 
-Owns: the files' form, finding the credential of a token or a certificate, and new tokens.
+Owns: the files' form, and finding the credential of a token or a certificate.
 Must not know: gRPC, methods, and what a role may do.
 
 A token has 256 random bits, so its plain SHA-256 cannot be turned back; tokens themselves are
@@ -12,15 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
-import os
 import re
-import secrets
 import ssl
-import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -28,9 +23,6 @@ from typing import Any
 import attrs
 import structlog
 
-TOKEN_PREFIX = "custody_"
-"""Lets a scanner of leaked secrets recognise one."""
-TOKEN_BYTES = 32
 TOKEN_CHARACTERS_MAX = 512
 ENTRIES_MAX = 10_000
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}")
@@ -126,11 +118,6 @@ def certificate_digest(pem: bytes) -> str:
         return ""
 
 
-def new_token() -> str:
-    """A token that nobody can guess."""
-    return TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
@@ -165,25 +152,33 @@ def _differ(path: Path, entries: Iterable[Credential]) -> None:
             seen.add(key)
 
 
-def _entry(path: Path, number: int, table: dict[str, Any]) -> Credential:
-    name = table.get("name")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise CredentialsError(path, "it needs a plain name", entry=f"credential {number}")
+def _entry(path: Path, number: int, table: Mapping[str, Any]) -> Credential:
+    try:
+        return make_entry(table)
+    except ValueError as error:
+        name = table.get("name")
+        plain = isinstance(name, str) and NAME.fullmatch(name)
+        entry = f"credential {number}" + (f" ({name})" if plain else "")
+        raise CredentialsError(path, str(error), entry=entry) from None
+
+
+def make_entry(table: Mapping[str, Any]) -> Credential:
+    """An entry of these values. Raises ValueError, in whose message no value stands."""
     known = {field.name for field in attrs.fields(Credential)}
     if table.keys() - known:
         # The keys alone: somebody may have written a token here.
-        reason = f"unknown keys: {', '.join(sorted(table.keys() - known))}"
-        raise CredentialsError(path, reason, entry=name)
+        raise ValueError(f"unknown keys: {', '.join(sorted(table.keys() - known))}")
     if not all(isinstance(value, str) for value in table.values()):
-        raise CredentialsError(path, "every value is a string", entry=name)
-    try:
-        entry = Credential(**{**table, "role": CallerRole(table.get("role"))})
-    except ValueError:
+        raise ValueError("every value is a string")
+    if not NAME.fullmatch(table.get("name", "")):
+        raise ValueError("it needs a plain name")
+    if table.get("role") not in {role.value for role in CallerRole}:
         roles = ", ".join(role.value for role in CallerRole)
-        raise CredentialsError(path, f"role must be one of {roles}", entry=name) from None
-    reason = _fault(entry)
-    if reason:
-        raise CredentialsError(path, reason, entry=name)
+        raise ValueError(f"role must be one of {roles}")
+    entry = Credential(**{**table, "role": CallerRole(table["role"])})
+    fault = _fault(entry)
+    if fault:
+        raise ValueError(fault)
     return entry
 
 
@@ -251,50 +246,3 @@ def file_stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_ino, stat.st_size
-
-
-# --- credentials that are made --------------------------------------------------------------------
-
-
-def entry_text(entry: Credential) -> str:
-    """An entry as it stands in a file."""
-    lines = ["[[credential]]"]
-    for field in attrs.fields(Credential):
-        value = getattr(entry, field.name)
-        text = value.value if isinstance(value, CallerRole) else value
-        if text:
-            # A JSON string is a basic string of TOML.
-            lines.append(f"{field.name} = {json.dumps(text)}")
-    return "\n".join(lines) + "\n"
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """A new file that only this user can read. Raises FileExistsError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
-
-
-@attrs.frozen(kw_only=True)
-class EphemeralEngine:
-    """Files of a credential that lives as long as one run: the token, and its entry."""
-
-    token_file: Path
-    credentials: Path
-
-
-@contextmanager
-def ephemeral_engine() -> Iterator[EphemeralEngine]:
-    """A credential for the engines of this run, in files that only this user can read."""
-    with tempfile.TemporaryDirectory(prefix="custody-") as name:
-        folder = Path(name)
-        made = EphemeralEngine(
-            token_file=folder / "engine.token", credentials=folder / "engines.toml"
-        )
-        token = new_token()
-        entry = Credential(
-            name="supervised-engines", role=CallerRole.ENGINE, token_sha256=token_digest(token)
-        )
-        write_private(made.token_file, token.encode())
-        write_private(made.credentials, entry_text(entry).encode())
-        yield made

@@ -26,10 +26,10 @@ from engine.weights import load_config
 from lifecycle.decide import Limits
 from transport.access import Access
 from transport.admin_service import AdminService
-from transport.credentials import write_private
 from transport.fleet_service import FleetService
 from transport.generation_service import NANOSECONDS, GenerationService
 from transport.log_service import LogService
+from transport.new_credentials import write_private
 from transport.pb import (
     admin_pb2,
     admin_pb2_grpc,

@@ -14,8 +14,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import anyio
 import anyio.abc
@@ -23,7 +23,14 @@ import attrs
 from anyio.streams.text import TextReceiveStream
 
 from transport.commands_shared import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE
-from transport.settings import InvalidSetting, PoolSettings, SchedulerSettings, to_flags
+from transport.new_credentials import EphemeralEngine, ephemeral_engine
+from transport.settings import (
+    InvalidSetting,
+    PoolSettings,
+    SchedulerSettings,
+    flag_name,
+    to_flags,
+)
 
 ENTRY = (sys.executable, "-P", "-m", "transport.cli")
 LEAVE_SECONDS = 20.0
@@ -44,24 +51,59 @@ class Parts:
             value = getattr(self, name)
             if value < 1:
                 raise InvalidSetting(name=name, value=value, reason="at least 1 is needed")
+        wanted = (("tls_cert", "tls_ca"), ("tls_client_ca", "tls_client_cert"))
+        for served, dialled in wanted:
+            value = getattr(self.scheduler, served)
+            if value is not None and getattr(self.pool, dialled) is None:
+                reason = f"the engines call this scheduler and need --{flag_name(dialled)}"
+                raise InvalidSetting(name=served, value=str(value), reason=reason)
 
-    def scheduler_command(self) -> tuple[str, ...]:
+    def scheduler_command(self, known: EphemeralEngine | None = None) -> tuple[str, ...]:
         """The arguments of the scheduler process."""
-        return ("scheduler", *to_flags(self.scheduler))
+        settings = self.scheduler
+        if known is not None:
+            settings = attrs.evolve(settings, engine_credentials=known.credentials)
+        return ("scheduler", *to_flags(settings))
 
-    def engine_commands(self, address: str) -> dict[str, tuple[str, ...]]:
+    def engine_commands(
+        self, address: str, known: EphemeralEngine | None = None
+    ) -> dict[str, tuple[str, ...]]:
         """The arguments of each engine process by the engine's name."""
         joined = (
             *to_flags(self.pool),
             *("--scheduler", address, "--host", self.scheduler.host),
             *("--model", self.scheduler.model),
             *("--growth-tokens", str(self.scheduler.growth_tokens)),
+            *self._door_flags(),
         )
+        if known is not None:
+            joined = (*joined, "--token-file", str(known.token_file))
+            joined = (*joined, "--credentials", str(known.credentials))
         return {
             f"{verb}-{number}": (verb, f"{verb}-{number}", *joined)
             for verb, count in (("prefill", self.prefill), ("decode", self.decode))
             for number in range(count)
         }
+
+    def _door_flags(self) -> tuple[str, ...]:
+        """The engines' own server has the scheduler's certificates."""
+        names = ("tls_cert", "tls_key", "tls_client_ca")
+        given = {name: getattr(self.scheduler, name) for name in names}
+        return tuple(
+            word
+            for name, value in given.items()
+            if value is not None
+            for word in (f"--{flag_name(name)}", str(value))
+        )
+
+    @contextmanager
+    def engine_credential(self) -> Iterator[EphemeralEngine | None]:
+        """What this run's engines show, when anybody must show something."""
+        if self.scheduler.credentials is None:
+            yield None
+            return
+        with ephemeral_engine() as known:
+            yield known
 
 
 @attrs.frozen
@@ -218,17 +260,18 @@ async def supervise(
     A part that was set wrongly or refused gives its own exit code (2 or 4), all else 1.
     A child that dies by itself ends everything: nothing is restarted here.
     """
-    async with anyio.create_task_group() as tasks:
-        deployment = _Deployment(tasks, started=started, complain=complain)
-        try:
-            async with anyio.create_task_group() as run:
-                run.start_soon(_cancel_when, stop, run.cancel_scope)
-                run.start_soon(_cancel_when, deployment.failed, run.cancel_scope)
-                await _bring_up(deployment, parts, ready)
-            clean = await deployment.end(drain_seconds=parts.scheduler.drain_seconds)
-        finally:
-            with anyio.CancelScope(shield=True):
-                await deployment.bury()
+    with parts.engine_credential() as known:
+        async with anyio.create_task_group() as tasks:
+            deployment = _Deployment(tasks, started=started, complain=complain)
+            try:
+                async with anyio.create_task_group() as run:
+                    run.start_soon(_cancel_when, stop, run.cancel_scope)
+                    run.start_soon(_cancel_when, deployment.failed, run.cancel_scope)
+                    await _bring_up(deployment, parts, ready, known)
+                clean = await deployment.end(drain_seconds=parts.scheduler.drain_seconds)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await deployment.bury()
     return 0 if clean and not deployment.failed.is_set() else deployment.code
 
 
@@ -237,12 +280,17 @@ async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-async def _bring_up(deployment: _Deployment, parts: Parts, ready: Callable[[str], None]) -> None:
-    scheduler = await deployment.start("scheduler", parts.scheduler_command())
+async def _bring_up(
+    deployment: _Deployment,
+    parts: Parts,
+    ready: Callable[[str], None],
+    known: EphemeralEngine | None,
+) -> None:
+    scheduler = await deployment.start("scheduler", parts.scheduler_command(known))
     await scheduler.ready.wait()
     engines = [
         await deployment.start(name, command)
-        for name, command in parts.engine_commands(scheduler.address).items()
+        for name, command in parts.engine_commands(scheduler.address, known).items()
     ]
     for engine in engines:
         await engine.ready.wait()
