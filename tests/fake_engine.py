@@ -32,6 +32,7 @@ from transport import codec
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc
+from transport.tls import PLAIN, Dial
 
 FIRST_TOKEN = 10
 PAGE_TOKENS = 4
@@ -55,12 +56,14 @@ class FakeEngine:
         tokenizer: str = "",
         text: str = "x",
         pause_at: int | None = None,
+        dial: Dial = PLAIN,
     ) -> None:
         self.role = role
         self.party = Party(EngineId(name or role.value), incarnation, 0)
         self.address = address
         self.pages, self.layout, self.tokenizer = pages, layout, tokenizer
         self.text, self.pause_at = text, pause_at
+        self.dial = dial
         self.key = b""
         self.given: dict[RequestId, dict[int, list[pb.TokenBatch]]] = {}
         self.synced = anyio.Event()
@@ -128,10 +131,10 @@ class FakeEngine:
 
     async def run(self) -> None:
         """Serve until the scheduler ends the stream with a reason."""
-        async with grpc.aio.insecure_channel(self.address) as channel:
+        async with self.dial.aio_channel(self.address, ()) as channel:
             stub: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
             while self.refused is None:
-                call = self._call = stub.Connect(wait_for_ready=True)
+                call = self._call = stub.Connect(wait_for_ready=True, metadata=self.dial.metadata())
                 try:
                     await self._stream(call)
                 except (grpc.aio.AioRpcError, EOFError):

@@ -25,6 +25,7 @@ from transport.pb import (
 from transport.scheduler_shell import run_scheduler
 from transport.settings import SchedulerSettings
 from transport.stores.memory import MemoryStore
+from transport.tls import PLAIN, Dial
 
 SAFETY_SECONDS = 50
 
@@ -40,6 +41,7 @@ class Deployment:
     prefill: FakeEngine
     decode: FakeEngine
     tasks: anyio.abc.TaskGroup
+    dial: Dial
     codes: list[int] = attrs.Factory(list)
     ended: anyio.Event = attrs.Factory(anyio.Event)
 
@@ -68,7 +70,7 @@ class Deployment:
         """Follow the log until each of these events was seen (of that request, if given)."""
         missing = list(wanted)
         seen: list[log_pb2.StoredEntry] = []
-        call = self.log.Tail(log_pb2.TailRequest(follow=True))
+        call = self.log.Tail(log_pb2.TailRequest(follow=True), metadata=self.dial.metadata())
         async for message in call:
             for stored in message.entries:
                 seen.append(stored)
@@ -90,9 +92,14 @@ async def deployment(
     text: str = "x",
     pause_at: int | None = None,
     pages: int = 64,
+    dial: Dial = PLAIN,
+    engine_dial: Dial = PLAIN,
     **settings: object,
 ) -> AsyncIterator[Deployment]:
-    """A scheduler, and one prefill and one decode engine that are attached to it."""
+    """A scheduler, and one prefill and one decode engine that are attached to it.
+
+    `dial` is the channel's and of `tail_until`, `engine_dial` the engines'.
+    """
     store = MemoryStore() if store is None else store
     stop, up = anyio.Event(), anyio.Event()
     found: list[str] = []
@@ -114,12 +121,16 @@ async def deployment(
 
             tasks.start_soon(serve)
             await up.wait()
-            async with grpc.aio.insecure_channel(found[0]) as channel:
-                prefill = FakeEngine(Role.PREFILL, found[0], pages=pages)
+            async with dial.aio_channel(found[0], ()) as channel:
+                prefill = FakeEngine(Role.PREFILL, found[0], pages=pages, dial=engine_dial)
                 decode = FakeEngine(
-                    Role.DECODE, found[0], pages=pages, text=text, pause_at=pause_at
+                    *(Role.DECODE, found[0]),
+                    pages=pages,
+                    text=text,
+                    pause_at=pause_at,
+                    dial=engine_dial,
                 )
-                here = Deployment(found[0], channel, store, stop, prefill, decode, tasks)
+                here = Deployment(found[0], channel, store, stop, prefill, decode, tasks, dial)
                 if engines:
                     tasks.start_soon(prefill.run)
                     await prefill.synced.wait()

@@ -42,7 +42,6 @@ from transport.fleet_client import (
 )
 from transport.pb import fleet_pb2 as pb
 from transport.settings import EngineSettings
-from transport.tls import Dial
 
 EXIT_DONE = 0
 EXIT_BROKEN = 1
@@ -164,12 +163,7 @@ class EngineShell:
         self._jobs: MemoryObjectSendStream[Job]
         self._work: MemoryObjectReceiveStream[Job]
         self._jobs, self._work = anyio.create_memory_object_stream(1)
-        self._client = FleetClient(
-            settings.scheduler,
-            hello=self._hello,
-            deliver=self._send.send,
-            dial=Dial.of(settings, token_file=settings.token_file),
-        )
+        self._client = FleetClient(settings, hello=self._hello, deliver=self._send.send)
         self._computing = False
         self._ready: Callable[[], None] | None = None
         self._hello_next_number = 1

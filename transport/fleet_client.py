@@ -25,7 +25,8 @@ from transport.engine_owner import Counters, NewTokens, Outgoing, Owner
 from transport.mailbox import Mailbox
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc, generation_pb2
-from transport.tls import PLAIN, Dial
+from transport.settings import JoinSettings
+from transport.tls import Dial
 
 ITEMS_PER_MESSAGE_MAX = 256
 OUTBOX_ITEMS_MAX = 65_536
@@ -75,15 +76,15 @@ class FleetClient:
 
     def __init__(
         self,
-        target: str,
+        settings: JoinSettings,
         *,
         hello: Callable[[], pb.Hello],
         deliver: Callable[[Heard | Broken], Awaitable[None]],
-        dial: Dial = PLAIN,
     ) -> None:
+        """Raises InvalidSetting when certificates or token cannot be used."""
         self.welcomed = False
-        self._target = target
-        self._dial = dial
+        self._target = settings.scheduler
+        self._dial = Dial.of(settings, token_file=settings.token_file)
         self._hello = hello
         self._deliver = deliver
         self._outbox: Mailbox[pb.EngineItem] = Mailbox(OUTBOX_ITEMS_MAX)
