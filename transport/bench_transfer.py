@@ -94,7 +94,7 @@ def _mover(layout: PageLayout, tokens: int, make: Callable[[threading.Event], Da
     staging.octets.fill_(1)
     changed = threading.Event()
     plane = make(changed)
-    plane.register(memoryview(staging.octets.numpy()))
+    plane.register(staging.octets.numpy().data)
     return _Mover(source, staging, tokens, plane, changed)
 
 
