@@ -32,6 +32,7 @@ from transport.planes.grpc_stream import SERVER_OPTIONS, GrpcStreamPlane
 from transport.planes.shared_memory import Segment, SharedMemoryPlane, create_segment
 from transport.settings import EngineSettings
 from transport.tls import Dial, listen, server_credentials
+from transport.wellformed import WellFormed
 
 SERVER_GRACE_SECONDS = 1.0
 PROTOCOL = 1
@@ -161,7 +162,7 @@ async def _open_server(
     plane = GrpcStreamPlane(party=str(party), incarnation=str(party), wake=wake)
     plane.register(_octets(pool.memory))
     access = open_access(settings.credentials)
-    server = grpc.aio.server(interceptors=(access,), options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(access, WellFormed()), options=SERVER_OPTIONS)
     pages_pb2_grpc.add_PagesServiceServicer_to_server(plane.servicer(), server)
     port = listen(server, f"{settings.host}:0", server_credentials(settings))
     await server.start()

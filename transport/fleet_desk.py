@@ -118,6 +118,11 @@ class FleetDesk:
                 return pb.ATTACH_REFUSAL_SUPERSEDED, f"incarnation {known} follows {name}"
             if known == attached.incarnation and current.lost is not None:
                 return pb.ATTACH_REFUSAL_LOST, f"{name} was declared lost ({current.lost.value})"
+        known_rank = self.streams.ranks.get(codec.decode_party(hello.party))
+        if known_rank is not None and known_rank.process_id != hello.process_id:
+            # One incarnation is one memory: pages of the other process are not this one's.
+            message = f"{name} is process {known_rank.process_id}, not process {hello.process_id}"
+            return pb.ATTACH_REFUSAL_SUPERSEDED, message
         if not attached.engine or attached.ranks != 1 or hello.party.rank != 0:
             message = f"{name} has rank {hello.party.rank} of {attached.ranks}: one rank is served"
             return pb.ATTACH_REFUSAL_INCOMPATIBLE, message

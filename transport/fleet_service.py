@@ -41,8 +41,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
             return
         items = list(first.items)
         if not items or items[0].WhichOneof("item") != "hello":
-            message = "the first item of a stream is a hello"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+            refusal = refusals.bad_argument("items", "the first item of a stream is a hello")
+            await context.abort_with_status(refusal.status())
         who, engine = caller(), items[0].hello.party.engine
         if not who.may_join_as(engine):
             message = f"this credential is bound to engine {who.engine!r}, not to {engine!r}"

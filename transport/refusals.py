@@ -231,6 +231,17 @@ def bad_argument(field: str, message: str) -> Refusal:
     )
 
 
+def malformed(method: str, *, size_bytes: int) -> Refusal:
+    """The bytes of a message are no message of the type that the method takes."""
+    message = f"the {size_bytes} bytes sent to {method} are no message of its type"
+    return Refusal(
+        code=Code.INVALID_ARGUMENT,
+        reason="INVALID_REQUEST",
+        message=message,
+        metadata={"method": method, "size_bytes": str(size_bytes)},
+    )
+
+
 def position_out_of_range(position: int, *, first: int, last: int) -> Refusal:
     """The log does not hold this position."""
     return Refusal(

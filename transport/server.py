@@ -43,6 +43,7 @@ from transport.pb import (
 from transport.scheduler_owner import OwnerSettings, SchedulerOwner
 from transport.settings import InvalidSetting, SchedulerSettings
 from transport.tokenising import Tokenising
+from transport.wellformed import WellFormed
 
 MESSAGE_BYTES_MAX = 64 << 20
 GRACE_SECONDS = 2.0
@@ -171,7 +172,7 @@ class Services:
         access: Access,
     ) -> Services:
         """Put the services of this scheduler on a server that does not listen yet."""
-        server = grpc.aio.server(interceptors=(access,), options=SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=(access, WellFormed()), options=SERVER_OPTIONS)
         tokenising = Tokenising(
             model.tokenizer,
             model=model.name,

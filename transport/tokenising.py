@@ -75,6 +75,9 @@ class Tokenising:
             raise UnusableRequest(field="idempotency_key", reason=reason)
         params = sampling_params(request.sampling)
         tokens = await self._tokens(request)
+        if not tokens:
+            reason = "0 prompt tokens: at least 1 is needed"
+            raise UnusableRequest(field=str(request.WhichOneof("input")), reason=reason)
         new_tokens_max = params.max_new_tokens
         if not request.sampling.HasField("new_tokens_max"):
             room = max(1, context_tokens - len(tokens))
@@ -89,6 +92,9 @@ class Tokenising:
             case "token_ids":
                 size_bytes = 4 * len(request.token_ids.ids)
             case "chat":
+                if not request.chat.messages:
+                    # A template would make a prompt of nothing but its own words.
+                    raise UnusableRequest(field=kind, reason="0 messages: at least 1 is needed")
                 size_bytes = sum(
                     len(m.role.encode()) + len(m.content.encode()) for m in request.chat.messages
                 )
