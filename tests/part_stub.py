@@ -1,5 +1,7 @@
 """A part that only speaks the supervisor's protocol: announces itself, waits for SIGTERM, ends.
 
+A scheduler says that it has settled, and ends when the others are gone.
+
 Usage: part_stub FOLDER VERB [NAME] FLAGS...  Each part appends lines to FOLDER/story.
 FOLDER/<name>.script may hold: `die CODE` (after readiness), `deaf` (ignores SIGTERM),
 `fail` (exit code 3 at the end), `mute` (never ready).
@@ -11,7 +13,17 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+
+
+def wait_for_others(story: Path) -> None:
+    """Wait until every other part that has started is gone, as a scheduler waits for engines."""
+    starts = [line.split() for line in story.read_text().splitlines()]
+    others = [words[2] for words in starts if words[0] == "starts" and words[2] != str(os.getpid())]
+    pace = threading.Event()
+    while any(Path("/proc", one).exists() for one in others):
+        pace.wait(0.005)
 
 
 def main() -> None:
@@ -39,6 +51,11 @@ def main() -> None:
     signal.sigwait(ended)
     if script == "deaf":
         signal.sigwait({signal.SIGINT})
+    if verb == "scheduler":
+        sys.stdout.write(json.dumps({"event": "settled"}) + "\n")
+        sys.stdout.flush()
+        tell("settles")
+        wait_for_others(Path(folder, "story"))
     tell("ends")
     sys.exit(3 if script == "fail" else 0)
 

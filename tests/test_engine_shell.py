@@ -13,6 +13,7 @@ import attrs
 import grpc
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from engine.model import Model
 from engine.sampler import SamplingParams
@@ -440,14 +441,14 @@ async def test_a_record_that_is_no_record_ends_the_process(directory: Path) -> N
         assert (await run_against(directory, address)).code == EXIT_BROKEN
 
 
-def test_progress_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_a_few_lines() -> None:
     """A hundred calls of one stage are five lines."""
     progress = ProgressLines()
-    for done in range(101):
-        progress("load", done / 100)
-    assert capsys.readouterr().err.split() == [
-        word for share in (0, 25, 50, 75, 100) for word in ("load", f"{share}%")
-    ]
+    with capture_logs() as lines:
+        for done in range(101):
+            progress("load", done / 100)
+    said = [(line["event"], line["stage"], line["percent"]) for line in lines]
+    assert said == [("model_loading", "load", percent) for percent in (0, 25, 50, 75, 100)]
 
 
 def test_what_is_not_set_takes_the_samplers_defaults() -> None:

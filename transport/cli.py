@@ -6,21 +6,19 @@ Must not know: what any verb does; each lives in a `commands_` module and import
 
 from __future__ import annotations
 
-import json as json_module
 import os
+import signal
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import attrs
 from cyclopts import App, CycloptsError, Parameter
-from cyclopts.argument import ArgumentCollection
-from cyclopts.config import Env
 
 from transport import (
     commands_bench,
+    commands_chat,
+    commands_config,
     commands_credentials,
     commands_log,
     commands_run,
@@ -35,19 +33,14 @@ from transport.commands_shared import (
     EXIT_UNREACHABLE,
     EXIT_UNREADABLE,
     EXIT_USAGE,
+    Json,
+    Terminated,
     UsageError,
-    note,
+    complain,
+    say,
 )
-from transport.settings import (
-    InvalidSetting,
-    JoinSettings,
-    SchedulerSettings,
-    flag_name,
-)
-
-CONFIG_FILE = Path("custody.toml")
-ENVIRONMENT_PREFIX = "CUSTODY_"
-COUNTS = ("prefill", "decode")
+from transport.config_sources import given_file, sources
+from transport.settings import InvalidSetting, flag_name
 
 app = App(
     name="custody",
@@ -61,7 +54,10 @@ for verb in (
     commands_run.prefill,
     commands_run.decode,
     commands_use.generate,
+    commands_chat.chat,
+    commands_use.cancel,
     commands_use.status,
+    commands_use.health,
     commands_log.replay,
     commands_use.version,
 ):
@@ -69,10 +65,11 @@ for verb in (
 app.command(commands_log.log_app)
 app.command(commands_credentials.credentials_app)
 app.command(commands_bench.bench_app)
+app.command(commands_config.config_app)
 
 
 @app.command
-def demo(*, model: str | None = None, keep: Path | None = None) -> int:
+def demo(*, model: str | None = None, keep: Path | None = None, json: Json = False) -> int:
     """Start everything with a small pool, ask, refuse, show the log, replay it, shut down.
 
     Parameters
@@ -81,50 +78,33 @@ def demo(*, model: str | None = None, keep: Path | None = None) -> int:
         Model to serve.
     keep
         Folder for the log and the parts' own logs; without it a temporary one.
+    json
+        Print JSON Lines, one piece of the story a line.
     """
     from transport.demo import run_demo
 
-    return run_demo(model=model, keep=keep)
+    return run_demo(model=model, keep=keep, json=json)
 
 
-class FileSettings:
-    """A TOML file as a source of settings; every key must be a setting of some verb."""
+@app.command
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
+    """Print a script that completes verbs and flags in a shell.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UsageError(f"{path}: {error}") from error
-        known = {
-            *COUNTS,
-            *(flag_name(f.name) for kind in _KINDS for f in attrs.fields(kind)),
-        }
-        for key, value in self._values.items():
-            if key.replace("_", "-") not in known:
-                raise UsageError(f"{path}: no setting is called {key!r}")
-            if isinstance(value, dict | list):
-                raise UsageError(f"{path}: {key!r} must be a single value")
-
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        """Give values to the arguments of this verb that have none yet."""
-        from cyclopts.token import Token
-
-        for key, value in self._values.items():
-            for argument in arguments:
-                if argument.tokens or f"--{key.replace('_', '-')}" not in argument.names:
-                    continue
-                text = str(value).lower() if isinstance(value, bool) else str(value)
-                argument.append(Token(keyword=key, value=text, source=str(self._path)))
-
-
-_KINDS: tuple[type[attrs.AttrsInstance], ...] = (SchedulerSettings, JoinSettings)
+    Parameters
+    ----------
+    shell
+        The shell that the script is for.
+    """
+    # The generator ends some scripts with spaces, and each with a newline of its own.
+    lines = app.generate_completion(prog_name="custody", shell=shell).splitlines()
+    say("\n".join(line.rstrip() for line in lines))
+    return EXIT_OK
 
 
 @app.meta.default
 def launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    config: Path | None = None,
+    config: Annotated[Path | None, Parameter(env_var="CUSTODY_CONFIG")] = None,
 ) -> Any:
     """Read settings and run a verb.
 
@@ -133,10 +113,8 @@ def launch(
     config
         TOML file of settings; custody.toml of this folder if absent.
     """
-    sources: list[Any] = [Env(ENVIRONMENT_PREFIX, command=False)]
-    if config is not None or CONFIG_FILE.is_file():
-        sources.append(FileSettings(config or CONFIG_FILE))
-    app.config = tuple(sources)
+    given_file.set(config)
+    app.config = sources()
     return app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
 
 
@@ -149,18 +127,20 @@ def run(tokens: Sequence[str]) -> int:
         )
         sys.stdout.flush()
     except (CycloptsError, InvalidSetting, UsageError) as error:
-        return _complain(tokens, error, code=EXIT_USAGE)
+        return complain(error, code=EXIT_USAGE, json="--json" in tokens)
     except KeyboardInterrupt:
-        return EXIT_SIGNAL + 2
+        return EXIT_SIGNAL + signal.SIGINT
+    except Terminated:
+        return EXIT_SIGNAL + signal.SIGTERM
     except BrokenPipeError:
         # The reader has gone; what is still buffered must not complain at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_SIGNAL + 13
+        return EXIT_SIGNAL + signal.SIGPIPE
     except Exception as error:
         code = _exit_code(error)
         if code is None:
             raise
-        return _complain(tokens, error, code=code)
+        return complain(error, code=code, json="--json" in tokens)
     return result if isinstance(result, int) else EXIT_OK
 
 
@@ -173,12 +153,12 @@ def _exit_code(error: Exception) -> int | None:
     # Imported only now that something went wrong: these modules are slow to import.
     from engine.model_config import ModelError
     from engine.pool import MemorySizeError, PoolTooSmallError
-    from engine.store import StoreError
+    from engine.store import StoreDamaged, StoreError, StoreTooNew
     from kernels.layout import LayoutUnsupportedError
     from transport.client import Refused, Unreachable
     from transport.jsonlines import UnreadableLog
 
-    if isinstance(error, UnreadableLog):
+    if isinstance(error, UnreadableLog | StoreDamaged | StoreTooNew):
         return EXIT_UNREADABLE
     if isinstance(error, Unreachable):
         return EXIT_UNREACHABLE
@@ -191,23 +171,13 @@ def _exit_code(error: Exception) -> int | None:
     return EXIT_USAGE if isinstance(error, unusable) else None
 
 
-def _complain(tokens: Sequence[str], error: Exception, *, code: int) -> int:
-    message = str(error).strip()
-    about: dict[str, Any] = {"exit_code": code, "message": message}
-    if code == EXIT_REFUSED:
-        for name in ("code", "reason", "message", "numbers"):
-            about[name] = getattr(error, name)
-    if "--json" in tokens:
-        note(json_module.dumps({"error": about}))
-        return code
-    note(f"custody: {message}")
-    for name, value in about.get("numbers", {}).items():
-        note(f"  {name} = {value}")
-    return code
+def _terminate(_number: int, _frame: object) -> None:
+    raise Terminated
 
 
 def main() -> None:
     """The entry of the console script."""
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self, cast
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.store import Stored
 from transport import codec
@@ -28,6 +29,8 @@ from transport.settings import CallSettings, require_loopback_or_tls
 from transport.tls import Dial
 
 DETAILS_KEY = "grpc-status-details-bin"
+GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+PAGE_REQUESTS = 500
 QUICK_SECONDS = 10.0
 # The environment's proxies are for the world outside; these calls stay on this machine.
 OPTIONS = (("grpc.enable_http_proxy", 0),)
@@ -94,6 +97,7 @@ class Client:
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._log = log_pb2_grpc.LogServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -147,13 +151,36 @@ class Client:
             answer = self._log.GetRequestLog(message, **self._quick())
             return tuple(_stored(one) for one in answer.entries)
 
-    def tail(self, position: int = 1) -> Iterator[Stored]:
-        """Entries from this position to the present end."""
+    def requests(self) -> Iterator[log_pb2.RequestSummary]:
+        """Every request in the order of their first entries, page by page as they are taken."""
+        token = ""
+        while True:
+            with self._translated():
+                message = log_pb2.ListRequestsRequest(page_size=PAGE_REQUESTS, page_token=token)
+                answer = self._log.ListRequests(message, **self._quick())
+            yield from answer.requests
+            token = answer.next_page_token
+            if not token:
+                return
+
+    def tail(self, position: int = 1, *, follow: bool = False) -> Generator[Stored, None, None]:
+        """Entries from this position to the present end, or on and on when they are followed."""
         with self._translated():
-            wanted = log_pb2.TailRequest(from_position=position)
-            for answer in self._log.Tail(wanted, metadata=self._dial.metadata()):
-                for one in answer.entries:
-                    yield _stored(one)
+            wanted = log_pb2.TailRequest(from_position=position, follow=follow)
+            call = self._log.Tail(wanted, metadata=self._dial.metadata())
+            try:
+                for answer in call:
+                    for one in answer.entries:
+                        yield _stored(one)
+            finally:
+                call.cancel()
+
+    def serving(self) -> bool:
+        """Whether a request would have a chance now, by the standard health service."""
+        with self._translated():
+            message = health_pb2.HealthCheckRequest(service=GENERATION)
+            answer = self._health.Check(message, timeout=QUICK_SECONDS)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _stored(message: log_pb2.StoredEntry) -> Stored:

@@ -1,4 +1,4 @@
-"""The verbs that look at logs: `log show`, `log export`, `replay`.
+"""The verbs that look at logs: `log ls`, `log show`, `log tail`, `log export`, `replay`.
 
 Owns: where a log comes from (a scheduler or files), and the exit code of a verdict.
 Must not know: how entries are judged or worded.
@@ -7,10 +7,13 @@ Must not know: how entries are judged or worded.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from transport.commands_shared import (
     CALL,
@@ -23,18 +26,23 @@ from transport.commands_shared import (
     SchedulerAddress,
     Switch,
     UsageError,
+    connect,
     console,
     is_standard,
     note,
     say,
     say_json,
+    say_message,
 )
 
 if TYPE_CHECKING:
     from engine.store import Stored
+    from transport.pb.log_pb2 import RequestSummary
     from transport.settings import CallSettings
 
 log_app = App(name="log", help="Look at the event log.")
+
+PhaseName = Literal["new", "rejected", "admitted", "decoding", "requeued", "ended", "closed"]
 
 
 class UnknownRequest(Exception):
@@ -43,6 +51,90 @@ class UnknownRequest(Exception):
     def __init__(self, request: str) -> None:
         super().__init__(f"the log holds no entry of request {request}")
         self.request = request
+
+
+@log_app.command(name="ls")
+def list_requests(
+    *,
+    limit: int | None = None,
+    phase: PhaseName | None = None,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
+    json: Json = False,
+) -> int:
+    """List requests in the order of their first entries, a line each.
+
+    Parameters
+    ----------
+    limit
+        Most requests to list; all if absent.
+    phase
+        Only requests in this phase.
+    scheduler
+        Address of a running scheduler.
+    json
+        Print JSON Lines, one request a line.
+    """
+    from transport import render
+
+    if limit is not None and limit < 0:
+        raise UsageError(f"--limit {limit}: must not be negative")
+    with connect(scheduler, door) as client:
+        for one in islice(_in_phase(client.requests(), phase), limit):
+            if json:
+                say_message(one, zeros=True)
+            else:
+                say(render.request_line(one))
+    return EXIT_OK
+
+
+def _in_phase(
+    requests: Iterator[RequestSummary], phase: PhaseName | None
+) -> Iterator[RequestSummary]:
+    from transport.pb.log_pb2 import Phase
+
+    if phase is None:
+        return requests
+    wanted = Phase.Value(f"PHASE_{phase.upper()}")
+    return (one for one in requests if one.phase == wanted)
+
+
+@log_app.command
+def tail(
+    *,
+    position: Annotated[int, Parameter(name="--from")] = 1,
+    follow: Switch = False,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
+    json: Json = False,
+) -> int:
+    """Print the log from a position on, an entry a line.
+
+    Parameters
+    ----------
+    position
+        The first position to print.
+    follow
+        Wait for more at the end, until interrupted.
+    scheduler
+        Address of a running scheduler.
+    json
+        Print JSON Lines, one entry a line.
+    """
+    from transport import jsonlines, render
+
+    if position < 1:
+        raise UsageError(f"--from {position}: positions begin at 1")
+    with (
+        connect(scheduler, door) as client,
+        closing(client.tail(position, follow=follow)) as entries,
+    ):
+        for one in entries:
+            if json:
+                say_json(jsonlines.entry_object(one))
+            else:
+                say(render.entry_line(one))
+    return EXIT_OK
 
 
 @log_app.command
@@ -83,9 +175,7 @@ def _of_request(
     request: str, *, scheduler: str, door: CallSettings, log: Path | None
 ) -> tuple[Stored, ...]:
     if log is None:
-        from transport.client import Client
-
-        with Client(scheduler, door) as client:
+        with connect(scheduler, door) as client:
             entries = client.request_log(request)
     else:
         from transport.jsonlines import read_log
@@ -136,9 +226,7 @@ def _whole(
 ) -> tuple[tuple[Stored, ...], bool]:
     """All entries that are to be had, and whether nothing is missing."""
     if log is None:
-        from transport.client import Client
-
-        with Client(scheduler, door) as client:
+        with connect(scheduler, door) as client:
             entries = tuple(client.tail(1))
         return entries, not entries or entries[0].position == 1
     from transport.jsonlines import read_log

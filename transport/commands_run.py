@@ -7,20 +7,19 @@ Must not know: what a scheduler or an engine does.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import anyio
 import attrs
-import structlog
 from cyclopts import Parameter
 
 from lifecycle.events import Role
 from transport.commands_shared import EXIT_SIGNAL, Json, note, say, say_json
+from transport.logging_setup import bind, configure_logging
+from transport.progress import LoadingBar, on_terminal
 from transport.settings import (
     EngineSettings,
     JoinSettings,
@@ -36,27 +35,6 @@ SupervisedBy = Annotated[int | None, Parameter(name="--supervised-by", show=Fals
 _SCHEDULER = SchedulerSettings()
 _JOIN = JoinSettings()
 _POOL = PoolSettings()
-
-
-def configure_logging() -> None:
-    """Logs go to standard error: for people on a terminal, as JSON Lines elsewhere."""
-    terminal = sys.stderr.isatty()
-    last: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)
-        if terminal
-        else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            last,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 def end_with(supervisor: int | None) -> None:
@@ -115,8 +93,9 @@ def announce(part: str, address: str, *, json: bool) -> None:
 
 def _run_part(part: str, run: Runner, *, json: bool, supervised_by: int | None) -> int:
     end_with(supervised_by)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     configure_logging()
-    structlog.contextvars.bind_contextvars(part=part)
+    bind(part=part)
     return anyio.run(run_until_signalled, run, lambda address: announce(part, address, json=json))
 
 
@@ -134,10 +113,16 @@ def scheduler(
         Announce readiness as a JSON line.
     """
 
+    def say_settled() -> None:
+        say_json({"event": "settled", "part": "scheduler"})
+
+    # Nobody tells the engines of a scheduler that runs alone to leave, so it waits for none.
+    settled = None if supervised_by is None else say_settled
+
     async def run(ready: Ready, stop: anyio.Event) -> int:
         from transport.scheduler_shell import run_scheduler
 
-        return await run_scheduler(options, ready=ready, stop=stop)
+        return await run_scheduler(options, ready=ready, stop=stop, settled=settled)
 
     return _run_part("scheduler", run, json=json, supervised_by=supervised_by)
 
@@ -191,9 +176,21 @@ def _run_engine(
     async def run(ready: Ready, stop: anyio.Event) -> int:
         from transport.engine_shell import run_engine
 
-        return await run_engine(settings, ready=lambda: ready(""), stop=stop)
+        def joined() -> None:
+            if bar is not None:
+                bar.close()
+            ready("")
 
-    return _run_part(engine, run, json=json, supervised_by=supervised_by)
+        bind(engine=engine, role=role.value)
+        return await run_engine(settings, ready=joined, stop=stop, progress=bar)
+
+    # Several parts on one terminal would draw over each other; those say lines.
+    bar = LoadingBar() if on_terminal() and not json and supervised_by is None else None
+    try:
+        return _run_part(engine, run, json=json, supervised_by=supervised_by)
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def serve(
@@ -218,6 +215,8 @@ def serve(
     from transport.supervisor import Parts, Started, supervise
 
     parts = Parts(prefill=prefill, decode=decode, scheduler=options, pool=pool)
+    configure_logging()
+    bind(part="serve")
 
     def started(part: Started) -> None:
         if json:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from rich.console import Console
 
+    from transport.client import Client
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -40,7 +42,6 @@ Switch = Annotated[bool, Parameter(negative="")]
 SchedulerAddress = Annotated[str, Parameter(name="--scheduler")]
 """Where a running scheduler listens."""
 
-
 Door = Annotated[CallSettings, Parameter(name="*")]
 """How a verb that calls a scheduler shows who it is."""
 
@@ -49,6 +50,17 @@ CALL = CallSettings()
 
 class UsageError(Exception):
     """The arguments make no sense together."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived; what is open is closed on the way out."""
+
+
+def connect(scheduler: str, door: CallSettings) -> Client:
+    """A client of that scheduler. Raises InvalidSetting."""
+    from transport.client import Client
+
+    return Client(scheduler, door)
 
 
 def undashed(text: str) -> str:
@@ -86,12 +98,34 @@ def say_message(message: Message, *, zeros: bool = False) -> None:
     say_json(value)
 
 
+def complain(error: Exception, *, code: int, json: bool) -> int:
+    """Say what went wrong on standard error, with everything that a refusal tells."""
+    message = str(error).strip()
+    about: dict[str, Any] = {"exit_code": code, "message": message}
+    if code == EXIT_REFUSED:
+        for name in ("code", "reason", "message", "numbers"):
+            about[name] = getattr(error, name)
+    if json:
+        note(json_module.dumps({"error": about}))
+        return code
+    note(f"custody: {message}")
+    for name, value in about.get("numbers", {}).items():
+        note(f"  {name} = {value}")
+    return code
+
+
 def console() -> Console:
     """A console on standard output: coloured on a terminal, wide and plain elsewhere."""
     from rich.console import Console
 
+    class PipeConsole(Console):
+        """A console whose reader may go away; the library would end the process with 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
     terminal = sys.stdout.isatty()
-    return Console(
+    return PipeConsole(
         highlight=False,
         no_color=True if "NO_COLOR" in os.environ or not terminal else None,
         width=None if terminal else PLAIN_COLUMNS,

@@ -1,4 +1,4 @@
-"""The verbs that use and look at a running deployment: `generate`, `status`.
+"""The verbs that use and look at a running deployment: `generate`, `cancel`, `status`, `health`.
 
 Owns: how flags become a request, and how an answer is printed.
 Must not know: tokenizers and models; the scheduler has them.
@@ -7,6 +7,7 @@ Must not know: tokenizers and models; the scheduler has them.
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import attrs
@@ -15,6 +16,7 @@ from cyclopts import Parameter
 from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
+    EXIT_FAILED,
     EXIT_OK,
     EXIT_UNREACHABLE,
     Door,
@@ -22,6 +24,7 @@ from transport.commands_shared import (
     SchedulerAddress,
     Switch,
     UsageError,
+    connect,
     is_standard,
     note,
     say,
@@ -31,7 +34,8 @@ from transport.commands_shared import (
 )
 
 if TYPE_CHECKING:
-    from transport.pb.generation_pb2 import GenerateRequest, GenerateResponse, Sampling
+    from transport.client import Client
+    from transport.pb.generation_pb2 import GenerateRequest, GenerateResponse, Outcome, Sampling
 
 NANOSECONDS = 1e9
 
@@ -152,21 +156,54 @@ def generate(
         raise UsageError("--chat and --token-ids exclude each other")
     if system is not None and not chat:
         raise UsageError("--system needs --chat")
-    from transport.client import Client
-
     request = request_message(
         _prompt(prompt), sampling, chat=chat, system=system, token_ids=token_ids
     )
     request.idempotency_key = idempotency_key
-    with Client(scheduler, door) as client:
-        ended = False
-        for response in client.generate(request, timeout=timeout):
-            ended = response.HasField("outcome")
-            _print_step(response, json=json)
-    if not ended:
+    with connect(scheduler, door) as client:
+        _, outcome = print_answer(client, request, timeout=timeout, json=json)
+    return ended(outcome)
+
+
+def ended(outcome: Outcome | None) -> int:
+    """The exit code of an answer; without an outcome it was not whole."""
+    if outcome is None:
         note("custody: the stream ended before its outcome")
         return EXIT_UNREACHABLE
     return EXIT_OK
+
+
+def print_answer(
+    client: Client, request: GenerateRequest, *, timeout: float | None, json: bool
+) -> tuple[str, Outcome | None]:
+    """Print an answer as it comes; its text, and its outcome if there was one.
+
+    However this is left, the request ends.  Raises Refused or Unreachable.
+    """
+    from transport.progress import Waiting, on_terminal
+
+    texts: list[str] = []
+    outcome: Outcome | None = None
+    with (
+        closing(client.generate(request, timeout=timeout)) as stream,
+        Waiting(shown=on_terminal() and not json) as waiting,
+    ):
+        for response in stream:
+            match response.WhichOneof("step"):
+                case "admission":
+                    admission = response.admission
+                    tokens, engine = admission.prompt_tokens, admission.prefill_engine
+                    waiting.say(f"prefill of {tokens} tokens by {engine}")
+                case "chunk":
+                    waiting.stop()
+                    texts.append(response.chunk.text)
+                case "outcome":
+                    waiting.stop()
+                    outcome = response.outcome
+                case None:
+                    pass
+            _print_step(response, json=json)
+    return "".join(texts), outcome
 
 
 def _print_step(response: GenerateResponse, *, json: bool) -> None:
@@ -186,6 +223,58 @@ def _print_step(response: GenerateResponse, *, json: bool) -> None:
             )
 
 
+def cancel(
+    request: str,
+    /,
+    *,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
+    json: Json = False,
+) -> int:
+    """End a request as if its client had cancelled it.
+
+    Parameters
+    ----------
+    request
+        The request's id.
+    scheduler
+        Address of a running scheduler.
+    json
+        Print one JSON document.
+    """
+    with connect(scheduler, door) as client:
+        cancelled = client.cancel(request)
+    if json:
+        say_json({"request": request, "cancelled": cancelled})
+    else:
+        say(f"{request} is cancelled" if cancelled else f"{request} had ended before")
+    return EXIT_OK
+
+
+def health(
+    *,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
+    json: Json = False,
+) -> int:
+    """Ask whether a request would have a chance now; exits 0 if so and 1 if not.
+
+    Parameters
+    ----------
+    scheduler
+        Address of a running scheduler.
+    json
+        Print one JSON document.
+    """
+    with connect(scheduler, door) as client:
+        serving = client.serving()
+    if json:
+        say_json({"serving": serving})
+    else:
+        say("serving" if serving else "not serving")
+    return EXIT_OK if serving else EXIT_FAILED
+
+
 def status(
     *, scheduler: SchedulerAddress = DEFAULT_SCHEDULER, door: Door = CALL, json: Json = False
 ) -> int:
@@ -199,9 +288,8 @@ def status(
         Print one JSON document.
     """
     from transport import render
-    from transport.client import Client
 
-    with Client(scheduler, door) as client:
+    with connect(scheduler, door) as client:
         answer = client.status()
     if json:
         say_message(answer, zeros=True)

@@ -7,7 +7,6 @@ Must not know: the scheduler, tasks.
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +32,8 @@ from transport.prefill_owner import PrefillOwner
 from transport.settings import EngineSettings
 
 Progress = Callable[[str, float], None]
+
+_log = structlog.get_logger("custody.engine")
 
 
 @attrs.frozen
@@ -61,7 +62,7 @@ def mint_tag() -> int:
 
 
 class ProgressLines:
-    """Lines on standard error while a model is loaded, at most five a stage."""
+    """Log lines while a model is loaded, at most five a stage."""
 
     def __init__(self) -> None:
         self._said: tuple[str, int] | None = None
@@ -71,7 +72,7 @@ class ProgressLines:
         reached = (stage, int(4 * share))
         if reached != self._said:
             self._said = reached
-            sys.stderr.write(f"{stage} {share:.0%}\n")
+            _log.info("model_loading", stage=stage, percent=round(100 * share))
 
 
 def load(settings: EngineSettings, progress: Progress) -> Loaded:
@@ -92,7 +93,7 @@ def make_owner(
     send: Send,
 ) -> Owner[Any]:
     """Core, runner and owner of this role, over this memory."""
-    note = structlog.get_logger("custody.engine").warning
+    note = _log.warning
     if settings.role is Role.PREFILL:
         assert memory.staging is not None, "prefill's memory has staging"
         prefill_core = PrefillCore(

@@ -40,6 +40,7 @@ from transport.fleet_client import (
     encode_inventory,
     encode_outgoing,
 )
+from transport.logging_setup import bind
 from transport.pb import fleet_pb2 as pb
 from transport.settings import EngineSettings
 
@@ -114,7 +115,7 @@ async def run_engine(
     """Run a prefill or decode engine until it has left, is refused, or cannot go on.
 
     ready: called once, when the scheduler has brought the engine up to date;
-    stop: set to leave in order; progress: lines on standard error unless given.
+    stop: set to leave in order; progress: log lines unless given.
     Returns the exit code. Raises ModelError, MemorySizeError, PoolTooSmallError,
     LayoutUnsupportedError before anything was joined.
     """
@@ -122,6 +123,7 @@ async def run_engine(
     loaded = await anyio.to_thread.run_sync(load, settings, progress or ProgressLines())
     # Milliseconds of wall time grow from one life of an engine's memory to the next.
     party = Party(EngineId(settings.engine), time.time_ns() // 1_000_000, 0)
+    bind(engine=party.engine, incarnation=party.incarnation)
     async with open_engine(settings, loaded, party=party) as shell:
         return await shell.run(ready=ready, stop=stop)
 
@@ -348,7 +350,7 @@ class EngineShell:
     def _refused(self, refused: pb.AttachRefused) -> int | None:
         reason = pb.AttachRefusal.Name(refused.reason)
         level = _log.info if self._leaving_since_ns else _log.error
-        level("refused_by_scheduler", party=str(self.party), reason=reason, text=refused.message)
+        level("refused_by_scheduler", party=str(self.party), reason=reason, message=refused.message)
         match refused.reason:
             case pb.ATTACH_REFUSAL_LEFT:
                 return EXIT_DONE

@@ -7,6 +7,7 @@ Must not know: where entries come from, or which exit code follows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, assert_never
 
 from engine.store import Stored
@@ -45,7 +46,7 @@ from transport.jsonlines import LogFile
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from transport.pb import admin_pb2
+    from transport.pb import admin_pb2, log_pb2
 
 MILLISECOND_NS = 1_000_000
 
@@ -217,6 +218,35 @@ def log_table(stored: Sequence[Stored]) -> Table:
     return table
 
 
+def clock(time_ns: int) -> str:
+    """A moment in UTC, to the millisecond."""
+    moment = datetime.fromtimestamp(time_ns / 1e9, tz=UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def entry_line(stored: Stored) -> str:
+    """One entry as one line of a log that is followed."""
+    entry = stored.entry
+    return (
+        f"{stored.position} {clock(entry.time_ns)} {entry.request or 'fleet'} "
+        f"{who(entry.proposer)} {type(entry.event).__name__}: {sentence(entry)}"
+    )
+
+
+def request_line(summary: log_pb2.RequestSummary) -> str:
+    """One request as one line of a list."""
+    from transport.pb.log_pb2 import Phase
+
+    phase = Phase.Name(summary.phase).removeprefix("PHASE_").lower()
+    how = f" {summary.outcome} ({summary.outcome_reason})" if summary.outcome else ""
+    milliseconds = (summary.last_time_ns - summary.first_time_ns) / MILLISECOND_NS
+    return (
+        f"{summary.request_id} {clock(summary.first_time_ns)} {phase}{how}, "
+        f"attempt {summary.attempt}, positions {summary.first_position} to "
+        f"{summary.last_position}, {milliseconds:.1f} ms"
+    )
+
+
 def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
     """The deployment in a few lines."""
     from transport.pb import admin_pb2, lifecycle_pb2, log_pb2
@@ -242,7 +272,9 @@ def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
                 f"{engine.engine}: {role}, {state}, process {rank.process_id}, "
                 f"pages {pages.free} free + {pages.held} held + {pages.booked} booked + "
                 f"{pages.quarantined} quarantined = {pages.capacity} "
-                f"(of {engine.page_tokens} tokens), "
+                f"of {engine.page_tokens} tokens, "
+                f"{pages.capacity * engine.page_tokens} tokens for a context of "
+                f"{status.context_tokens}, "
                 f"headers checked {rank.counters.header_reads_checked}, "
                 f"mismatches {rank.counters.header_mismatches}, "
                 f"unchecked {rank.counters.header_reads_unchecked}"

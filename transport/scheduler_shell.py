@@ -3,23 +3,24 @@
 Owns: the order of starting and of shutting down.
 Must not know: flags, signals, and what any service does.
 
-Shutting down: refuse with a reason on the open port, finish what is here, end the engines'
-streams, flush, and only then close the port.
+Shutting down: refuse with a reason on the open port, finish what is here, let the engines leave if
+somebody tells them to, end the streams of those that stay, flush, and only then close the port.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import anyio
 import anyio.to_thread
+import attrs
 import grpc
 import structlog
 
-from engine.store import EventStore, StoreUnavailable
+from engine.store import EventStore, StoreError, StoreUnavailable
 from lifecycle.events import Cause
 from transport.access import open_access
+from transport.logging_setup import bind, configure_structlog
 from transport.scheduler_owner import SchedulerOwner
 from transport.server import Services, load_served_model, make_owner
 from transport.settings import InvalidSetting, SchedulerSettings
@@ -28,6 +29,10 @@ from transport.stores.segments import SegmentStore
 from transport.tls import listen, server_credentials
 
 GRACE_SECONDS = 2.0
+LEAVE_SECONDS = 15.0
+"""How long engines that were told to leave may take; it is less than whoever tells them waits."""
+
+SEAL_SECONDS = 60.0
 
 _log = structlog.get_logger("custody.scheduler")
 
@@ -38,14 +43,17 @@ async def run_scheduler(
     ready: Callable[[str], None],
     stop: anyio.Event,
     store: EventStore | None = None,
+    settled: Callable[[], None] | None = None,
 ) -> int:
     """Serve until `stop` is set, then finish what is here; 0 when all of it was finished.
 
     `ready` is called with the bound address, host:port.  `store` replaces the settings' log.
+    `settled` is called when nothing is open any more, for somebody who then tells the engines to
+    leave: they are waited for, so that their leaving is in the log.  Without it nobody is.
     Raises ModelError, StoreError or InvalidSetting when it cannot start.
     """
     if not structlog.is_configured():
-        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+        configure_structlog()
     access = open_access(settings.credentials, settings.engine_credentials)
     if settings.credentials is None:
         _log.warning("open_to_everybody", host=settings.host, reason="no credentials are set")
@@ -58,7 +66,9 @@ async def run_scheduler(
         try:
             services = Services.assemble(owner, model=model, settings=settings, access=access)
             address = _bind(services, settings, tls)
-            return await _serve(services, owner, settings, address=address, ready=ready, stop=stop)
+            bind(epoch=owner.core.epoch)
+            ends = Ends(stop=stop, settled=settled, drain_seconds=settings.drain_seconds)
+            return await _serve(services, owner, address=address, ready=ready, ends=ends)
         finally:
             owner.close()
     finally:
@@ -81,14 +91,22 @@ def _bind(
     return f"{settings.host}:{port}"
 
 
+@attrs.frozen(kw_only=True)
+class Ends:
+    """When serving ends, and how long and for whom the end waits."""
+
+    stop: anyio.Event
+    settled: Callable[[], None] | None
+    drain_seconds: float
+
+
 async def _serve(
     services: Services,
     owner: SchedulerOwner,
-    settings: SchedulerSettings,
     *,
     address: str,
     ready: Callable[[str], None],
-    stop: anyio.Event,
+    ends: Ends,
 ) -> int:
     await services.server.start()
     async with anyio.create_task_group() as tasks:
@@ -96,11 +114,11 @@ async def _serve(
             tasks.start_soon(owner.run)
             tasks.start_soon(services.access.watch)
             tasks.start_soon(services.watch_health, owner)
-            model, epoch = owner.settings.model, owner.core.epoch
-            _log.info("scheduler_ready", address=address, epoch=epoch, model=model)
+            tasks.start_soon(keep_sealing, owner.journal.store)
+            _log.info("scheduler_ready", address=address, model=owner.settings.model)
             ready(address)
-            await stop.wait()
-            code = await _drain(owner, seconds=settings.drain_seconds)
+            await ends.stop.wait()
+            code = await _drain(owner, ends)
             services.log.close()
             await services.health.enter_graceful_shutdown()
         finally:
@@ -112,12 +130,26 @@ async def _serve(
     return code
 
 
-async def _drain(owner: SchedulerOwner, *, seconds: float) -> int:
-    """Finish what is here, at most that long; 1 when something had to be cut off."""
+async def keep_sealing(store: EventStore, *, pause_seconds: float = SEAL_SECONDS) -> None:
+    """Put the log's full parts into their smallest form, now and again, until cancelled."""
+    while True:
+        try:
+            # A part that is being sealed outlives this task; closing the store waits for it.
+            parts = await anyio.to_thread.run_sync(store.seal, abandon_on_cancel=True)
+        except StoreError as error:
+            _log.error("log_not_sealed", reason=str(error))
+        else:
+            if parts:
+                _log.info("log_sealed", parts=parts)
+        await anyio.sleep(pause_seconds)
+
+
+async def _drain(owner: SchedulerOwner, ends: Ends) -> int:
+    """Finish what is here, as long as it may take; 1 when something had to be cut off."""
     await owner.tell(owner.stop_accepting)
     code = 1
-    with anyio.move_on_after(seconds):
-        await _settled(owner)
+    with anyio.move_on_after(ends.drain_seconds):
+        await _until(owner, lambda: owner.settled)
         code = 0
     if code:
 
@@ -131,6 +163,10 @@ async def _drain(owner: SchedulerOwner, *, seconds: float) -> int:
                 owner.perform(effects)
 
         await owner.tell(cut_off)
+    if ends.settled is not None:
+        ends.settled()
+        with anyio.move_on_after(LEAVE_SECONDS):
+            await _until(owner, lambda: not owner.fleet.streams.links)
     await owner.ask(owner.fleet.shut_down)
     try:
         await anyio.to_thread.run_sync(owner.journal.store.flush)
@@ -140,10 +176,10 @@ async def _drain(owner: SchedulerOwner, *, seconds: float) -> int:
     return code
 
 
-async def _settled(owner: SchedulerOwner) -> None:
+async def _until(owner: SchedulerOwner, holds: Callable[[], bool]) -> None:
     while True:
         changed = owner.changed
-        if await owner.ask(lambda: owner.settled):
+        if await owner.ask(holds):
             return
         with anyio.move_on_after(0.1):
             await changed.wait()

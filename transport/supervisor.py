@@ -4,7 +4,8 @@ Owns: the order of start and end, and what an unexpected death of a child means.
 Must not know: what the parts do; it reads one readiness line of each and its exit code.
 
 Children run in sessions of their own, so that Ctrl-C reaches them through here and in order:
-the scheduler first stops accepting and finishes, then the engines leave.
+the scheduler stops accepting, finishes and says that it has settled, then the engines leave while
+it still keeps the log, and it ends last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import anyio.abc
 import attrs
 from anyio.streams.text import TextReceiveStream
 
-from transport.commands_shared import EXIT_FAILED, EXIT_REFUSED, EXIT_USAGE
+from transport.commands_shared import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, EXIT_USAGE
 from transport.new_credentials import EphemeralEngine, ephemeral_engine
 from transport.settings import (
     InvalidSetting,
@@ -121,30 +122,37 @@ class _Child:
         self.name = name
         self.process = process
         self.ready = anyio.Event()
+        self.settled = anyio.Event()
         self.ended = anyio.Event()
         self.address = ""
         self.told = False
 
     async def watch(self) -> None:
-        """Read the readiness line, discard what follows, and wait for the end."""
+        """Read what it announces, and wait for its end."""
         assert self.process.stdout is not None
         text = ""
         async for piece in TextReceiveStream(self.process.stdout):
-            if self.ready.is_set():
-                continue
-            text += piece
-            line, newline, _ = text.partition("\n")
-            if newline:
+            *lines, text = (text + piece).split("\n")
+            for line in lines:
                 self._announced(line)
-            elif len(text) > LINE_CHARACTERS_MAX:
-                break
+            # What is no announcement is discarded, however long it is.
+            text = text[:LINE_CHARACTERS_MAX]
         await self.process.wait()
         self.ended.set()
+        # Nobody waits for an announcement that cannot come any more.
+        self.settled.set()
 
     def _announced(self, line: str) -> None:
         with suppress(ValueError, AttributeError):
-            self.address = json.loads(line).get("address", "")
-            self.ready.set()
+            said = json.loads(line)
+            match said.get("event"):
+                case "ready":
+                    self.address = said.get("address", "")
+                    self.ready.set()
+                case "settled":
+                    self.settled.set()
+                case _:
+                    pass
 
     def signal_end(self) -> None:
         with suppress(ProcessLookupError):
@@ -207,13 +215,20 @@ class _Deployment:
             self.failed.set()
 
     async def end(self, *, drain_seconds: float) -> bool:
-        """The scheduler first, then the engines; whether all ended by themselves with code 0."""
+        """The scheduler settles, the engines leave, the scheduler ends.
+
+        Returns whether all ended by themselves with code 0.
+        """
         self._stopping = True
         clean = True
-        for group, seconds in ((self.children[:1], drain_seconds), (self.children[1:], 0.0)):
-            for child in group:
-                child.signal_end()
-            with anyio.move_on_after(seconds + LEAVE_SECONDS):
+        for scheduler in self.children[:1]:
+            scheduler.signal_end()
+            with anyio.move_on_after(drain_seconds + LEAVE_SECONDS):
+                await scheduler.settled.wait()
+        for engine in self.children[1:]:
+            engine.signal_end()
+        for group in (self.children[1:], self.children[:1]):
+            with anyio.move_on_after(LEAVE_SECONDS):
                 for child in group:
                     await child.ended.wait()
             for child in group:
@@ -226,7 +241,8 @@ class _Deployment:
             self.kill(child)
             await child.ended.wait()
             return False
-        if child.process.returncode == -signal.SIGTERM and not child.ready.is_set():
+        terminated = child.process.returncode in (-signal.SIGTERM, EXIT_SIGNAL + signal.SIGTERM)
+        if terminated and not child.ready.is_set():
             # It was still starting and had nothing to settle.
             return True
         if child.process.returncode != 0:
