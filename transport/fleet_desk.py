@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from transport.scheduler_owner import SchedulerOwner
 
 HEARTBEATS_PER_LEASE = 5
+# Every pool is some bits a page in this process's memory, and its tokens are counted in 64 bits.
+PAGES_MAX = 1 << 24
+PAGE_TOKENS_MAX = 1 << 16
+SLOTS_MAX = 1 << 16
 _log = structlog.get_logger("custody.fleet")
 
 Life = tuple[EngineId, int]
@@ -123,6 +127,13 @@ class FleetDesk:
             # One incarnation is one memory: pages of the other process are not this one's.
             message = f"{name} is process {known_rank.process_id}, not process {hello.process_id}"
             return pb.ATTACH_REFUSAL_SUPERSEDED, message
+        sizes = {"pages": PAGES_MAX, "page_tokens": PAGE_TOKENS_MAX, "slots": SLOTS_MAX}
+        for field, limit in sizes.items():
+            if getattr(attached, field) > limit:
+                message = f"{name} has {getattr(attached, field)} {field}, the limit is {limit}"
+                return pb.ATTACH_REFUSAL_INCOMPATIBLE, message
+        if not attached.layout:
+            return pb.ATTACH_REFUSAL_INCOMPATIBLE, f"{name} has no layout fingerprint"
         if not attached.engine or attached.ranks != 1 or hello.party.rank != 0:
             message = f"{name} has rank {hello.party.rank} of {attached.ranks}: one rank is served"
             return pb.ATTACH_REFUSAL_INCOMPATIBLE, message
