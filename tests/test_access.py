@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from engine.store import Stored
 from lifecycle.events import Role
-from lifecycle.ids import FLEET
+from lifecycle.ids import FLEET, request_id
 from tests.fake_engine import FakeEngine
 from tests.keys import Keys
 from tests.serving import SAFETY_SECONDS, Deployment, ask, deployment, details
@@ -327,13 +327,14 @@ async def test_a_waiting_request_is_its_tenants_alone(model: Path, keys: Keys) -
         operator = keys.metadata("operator")
         while not status.queued:
             status = await here.admin.GetStatus(admin_pb2.GetStatusRequest(), metadata=operator)
-        for name in ("1-1", "1-2", "1-3"):
-            cancel = admin_pb2.CancelRequestRequest(request_id=name)
-            other = keys.metadata("globex")
-            assert await code_of(here.admin.CancelRequest(cancel, metadata=other)) is Code.NOT_FOUND
+        waiting = request_id(epoch=1, serial=2)
+        cancel = admin_pb2.CancelRequestRequest(request_id=waiting)
+        other, mine = keys.metadata("globex"), keys.metadata("acme")
+        assert await code_of(here.admin.CancelRequest(cancel, metadata=other)) is Code.NOT_FOUND
+        assert (await here.admin.CancelRequest(cancel, metadata=mine)).cancelled
+        assert await code_of(second.read()) is Code.CANCELLED
         here.decode.go_on()
-        for call in (first, second):
-            assert await answered(call)
+        assert await answered(first)
 
 
 async def test_an_idempotency_key_belongs_to_its_tenant(model: Path, keys: Keys) -> None:
