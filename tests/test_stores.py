@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -433,20 +434,25 @@ def test_events_of_a_later_version_are_not_written_behind(folder: Path) -> None:
         SegmentStore(folder)
 
 
-@pytest.fixture
+@contextmanager
 def file_size_limit() -> Iterator[None]:
-    """No file of this process may grow beyond 4 KiB: a full disk, as far as writes can tell."""
+    """No file of this process may grow beyond 4 KiB: a full disk, as far as writes can tell.
+
+    It ends before the test does, because the runner's own output may be such a file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_failed_write_is_taken_back(tmp_path: Path, file_size_limit: None) -> None:
+def test_a_failed_write_is_taken_back(tmp_path: Path) -> None:
     """On a full disk an append is refused whole, and a smaller one may still succeed."""
     store = SegmentStore(tmp_path)
     store.append(A, 0, entries(A, 0, 2))
-    with pytest.raises(StoreUnavailable):
+    with file_size_limit(), pytest.raises(StoreUnavailable):
         store.append(A, 2, entries(A, 2, 200))
     assert store.last_position == 2
     assert store.append(A, 2, entries(A, 2, 1)) == 3
