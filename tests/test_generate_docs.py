@@ -21,14 +21,50 @@ def document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     parts = [f"{generate_docs.begin(name)}\n{generate_docs.end(name)}\n" for name in names]
     path.write_text("Before.\n" + "Between.\n".join(parts) + "Behind.\n")
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
-    monkeypatch.setattr(generate_docs, "DOCUMENT", path)
+    monkeypatch.setattr(generate_docs, "DOCUMENTS", {path: generate_docs.filled})
     return path
 
 
-def test_the_committed_document_is_up_to_date() -> None:
-    """The document in this repository says what the code says."""
-    text = generate_docs.DOCUMENT.read_text()
-    assert generate_docs.filled(text) == text
+@pytest.mark.parametrize("path", generate_docs.DOCUMENTS, ids=lambda path: path.name)
+def test_the_committed_documents_are_up_to_date(path: Path) -> None:
+    """Each document in this repository says what the code says."""
+    text = path.read_text()
+    assert generate_docs.DOCUMENTS[path](text) == text
+
+
+def test_a_document_that_is_generated_whole_is_made_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--check` refuses a missing document as it does a stale one; without it the page is made."""
+    path = tmp_path / "cli-reference.md"
+    monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(generate_docs, "DOCUMENTS", {path: generate_docs.reference})
+    assert generate_docs.main(["--check"]) == 1
+    assert not path.exists()
+    assert generate_docs.main([]) == 0
+    assert generate_docs.main(["--check"]) == 0
+
+
+def test_one_stale_document_of_several_is_enough(
+    document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check fails wherever the stale document stands in the list."""
+    fresh = document.with_name("fresh.md")
+    fresh.write_text("x")
+    makers = {document: generate_docs.filled, fresh: lambda text: text}
+    for order in (makers, dict(reversed(makers.items()))):
+        monkeypatch.setattr(generate_docs, "DOCUMENTS", order)
+        assert generate_docs.main(["--check"]) == 1
+
+
+def test_the_reference_has_every_verb_with_flags_variables_and_defaults() -> None:
+    """A verb of a group stands under its group; a setting names its variable and its default."""
+    page = generate_docs.reference()
+    for verb in ("serve", "chat", "log tail", "config show", "completion", "bench serve"):
+        assert f"# custody {verb}\n" in page
+    assert "CUSTODY_KV_MEMORY" in page
+    assert "50551" in page
+    assert "supervised-by" not in page
 
 
 def test_check_refuses_a_stale_document_and_says_how_to_make_it_anew(

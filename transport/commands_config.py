@@ -45,6 +45,7 @@ class Setting:
 @config_app.command
 def show(
     verb: Verb = "serve",
+    /,
     *flags: Annotated[str, Parameter(allow_leading_hyphen=True)],
     json: Json = False,
 ) -> int:

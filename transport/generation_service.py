@@ -20,9 +20,10 @@ import structlog
 from lifecycle.events import Cause
 from transport.access import caller
 from transport.client_records import Asked, Reader
+from transport.logging_setup import bind, trace_fields
 from transport.mailbox import Mailbox
 from transport.pb import generation_pb2 as pb
-from transport.pb import generation_pb2_grpc
+from transport.pb import generation_pb2_grpc, lifecycle_pb2
 from transport.refusals import Refusal
 from transport.scheduler_owner import SchedulerOwner
 from transport.tokenising import Tokenising, UnusableRequest
@@ -59,6 +60,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         """Stream the admission, chunks and the outcome, or end with a status."""
         reader: Reader = Mailbox(self._owner.clients.reader_tokens_max)
+        self._bind(context)
         try:
             async with self._reading(reader, context):
                 async for step in self._steps(request, reader, context):
@@ -71,6 +73,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         response = pb.CompleteResponse()
         texts: list[str] = []
         reader: Reader = Mailbox(_WHOLE_ANSWER)
+        self._bind(context)
         try:
             async with self._reading(reader, context):
                 async for step in self._steps(request.generation, reader, context):
@@ -90,6 +93,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         response.chunk.text = "".join(texts)
         return response
 
+    def _bind(self, context: Context) -> None:
+        """Have every line of this call, whose task is its own, say whose call it is."""
+        # What is bound by others belongs to the process.
+        bind(
+            tenant=self._owner.clients.commit(caller().tenant),
+            **trace_fields(context.invocation_metadata() or ()),
+        )
+
     @asynccontextmanager
     async def _reading(self, reader: Reader, context: Context) -> AsyncIterator[None]:
         """However the call ends, the owner task hears of it, and why."""
@@ -100,6 +111,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             # A cancelled call, a call past its deadline and a lost connection look alike.
             late = _seconds_left(context) <= 0
             cause = Cause.DEADLINE if late else Cause.CLIENT_CANCEL
+            _log.info("request_left", cause=cause.value)
             raise
         finally:
             await self._owner.tell(partial(self._owner.clients.leave, reader, cause))
@@ -113,6 +125,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             for step in steps:
                 if isinstance(step, Refusal):
                     raise Refused(step)
+                _note(step)
                 yield step
 
     async def _submit(self, request: pb.GenerateRequest, reader: Reader, context: Context) -> None:
@@ -142,6 +155,34 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         await owner.tell(partial(owner.clients.submit, reader, asked))
 
 
+def _note(step: pb.GenerateResponse) -> None:
+    """One line when a request is admitted, and one when it is answered."""
+    match step.WhichOneof("step"):
+        case "admission":
+            admission = step.admission
+            bind(request_id=admission.request_id)
+            _log.info(
+                "request_admitted",
+                attempt=admission.attempt,
+                prompt_count=admission.prompt_tokens,
+                prefill_engine=admission.prefill_engine,
+                decode_engine=admission.decode_engine,
+                queued_ns=admission.queued_ns,
+            )
+        case "outcome":
+            outcome = step.outcome
+            _log.info(
+                "request_answered",
+                finish_reason=lifecycle_pb2.FinishReason.Name(outcome.finish_reason),
+                prompt_count=outcome.usage.prompt_tokens,
+                new_count=outcome.usage.new_tokens,
+                attempts=outcome.attempts,
+                time_to_first_token_ns=outcome.time_to_first_token_ns,
+            )
+        case _:
+            pass
+
+
 def _seconds_left(context: Context) -> float:
     # The library's stubs do not say that a call without a deadline has none.
     left: Any = context.time_remaining()
@@ -157,6 +198,8 @@ def _body(request: pb.GenerateRequest) -> bytes:
 
 
 async def _abort(context: Context, refusal: Refusal) -> NoReturn:
+    if "request_id" in refusal.metadata:
+        bind(request_id=refusal.metadata["request_id"])
     _log.info("request_refused", code=refusal.code.name, reason=refusal.reason)
     await context.abort_with_status(refusal.status())
     raise AssertionError("abort_with_status does not return")
