@@ -68,8 +68,8 @@ def _port(_instance: object, attribute: attrs.Attribute[int], value: int) -> Non
 
 
 def _address(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
-    host, colon, port = value.rpartition(":")
-    if not host or not colon or not port.isascii() or not port.isdecimal():
+    _, colon, port = value.rpartition(":")
+    if not colon or not port.isascii() or not port.isdecimal():
         raise InvalidSetting(name=attribute.name, value=value, reason="is no address (host:port)")
 
 
