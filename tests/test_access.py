@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from structlog.testing import capture_logs
 
+from engine.dataplane import Descriptor
 from engine.store import Stored
 from lifecycle.events import Role
 from lifecycle.ids import FLEET, request_id
@@ -32,6 +33,7 @@ from transport.credentials import (
     CredentialsError,
     read_credentials,
 )
+from transport.engine_planes import _caller_may_be
 from transport.fleet_client import Broken, FleetClient, Heard
 from transport.pb import (
     admin_pb2,
@@ -41,7 +43,7 @@ from transport.pb import (
     pages_pb2,
     pages_pb2_grpc,
 )
-from transport.planes.grpc_stream import GrpcStreamPlane
+from transport.planes.grpc_stream import PLANE_NAME, GrpcStreamPlane
 from transport.settings import InvalidSetting, JoinSettings
 from transport.stores.segments import SegmentStore
 
@@ -200,6 +202,44 @@ async def test_only_engines_reach_the_pages(keys: Keys) -> None:
     finally:
         await server.stop(None)
         plane.shutdown()
+
+
+async def test_a_bound_engine_writes_pages_as_itself_only(keys: Keys) -> None:
+    """A writer that knows the pool's key still cannot pass for an engine that it is not."""
+    plane = GrpcStreamPlane(party="", incarnation="decode/1/0")
+    plane.register(memoryview(bytearray(4096)))
+    server = grpc.aio.server(interceptors=(open_access(keys.file),))
+    servicer = plane.servicer(_caller_may_be)
+    pages_pb2_grpc.add_PagesServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    plane.listening_at(f"127.0.0.1:{port}")
+    reasons = {}
+    try:
+        key = bytes.fromhex(Descriptor.decode(plane.descriptor(), plane=PLANE_NAME).key)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: pages_pb2_grpc.PagesServiceAsyncStub = pages_pb2_grpc.PagesServiceStub(channel)
+            for party in ("prefill-7/1/0", "prefill-8/1/0"):
+                opening = pages_pb2.Opening(
+                    credentials=pages_pb2.Credentials(
+                        incarnation="decode/1/0", key=key, party=party
+                    ),
+                    name=pages_pb2.TicketName(grant="g", ticket=b"t" * 24),
+                    extents=[pages_pb2.Extent(target_offset=0, length=8)],
+                )
+                call = stub.Write(metadata=keys.metadata("bound"))
+                await call.write(pages_pb2.WriteRequest(opening=opening))
+                answer = await call.read()
+                assert isinstance(answer, pages_pb2.WriteResponse)
+                reasons[party] = answer.refused.reason
+                call.cancel()
+    finally:
+        await server.stop(None)
+        plane.shutdown()
+    assert reasons == {
+        "prefill-7/1/0": pages_pb2.REFUSAL_REASON_NOT_EXPOSED,
+        "prefill-8/1/0": pages_pb2.REFUSAL_REASON_CREDENTIALS,
+    }
 
 
 async def test_without_credentials_all_is_allowed_and_said(model: Path) -> None:

@@ -26,7 +26,7 @@ from engine.pool import KVPool, bytes_needed, measure_free_bytes, pages_for, par
 from kernels.layout import PageLayout, PageMemory
 from lifecycle.events import FenceScope, Role
 from lifecycle.ids import Party
-from transport.access import open_access
+from transport.access import caller, open_access
 from transport.pb import pages_pb2_grpc
 from transport.planes.grpc_stream import SERVER_OPTIONS, GrpcStreamPlane
 from transport.planes.shared_memory import Segment, SharedMemoryPlane, create_segment
@@ -163,7 +163,7 @@ async def _open_server(
     plane.register(_octets(pool.memory))
     access = open_access(settings.credentials)
     server = grpc.aio.server(interceptors=(access, WellFormed()), options=SERVER_OPTIONS)
-    pages_pb2_grpc.add_PagesServiceServicer_to_server(plane.servicer(), server)
+    pages_pb2_grpc.add_PagesServiceServicer_to_server(plane.servicer(_caller_may_be), server)
     port = listen(server, f"{settings.host}:0", server_credentials(settings))
     await server.start()
     plane.listening_at(f"{settings.host}:{port}")
@@ -176,6 +176,11 @@ async def _open_server(
         with anyio.CancelScope(shield=True):
             await server.stop(SERVER_GRACE_SECONDS)
         await _shut_down(plane)
+
+
+def _caller_may_be(party: str) -> bool:
+    """Whether the caller's credential allows the engine of that party."""
+    return caller().may_join_as(party.rsplit("/", 2)[0])
 
 
 async def _shut_down(plane: DataPlane) -> None:

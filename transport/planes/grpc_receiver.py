@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 import numpy as np
 
-from engine.dataplane import WRITES_PER_TICKET_MAX, Span
+from engine.dataplane import WRITES_PER_TICKET_MAX, PartyKey, Span
 from transport.pb import pages_pb2, pages_pb2_grpc
 from transport.planes.placement import Fate, PlacementTable, Refusal, TicketName
 from transport.planes.segment import Bytes, Copy
@@ -71,7 +71,10 @@ class PagesServicer(pages_pb2_grpc.PagesServiceServicer):
         key: bytes,
         copy: Copy,
         wake: Callable[[], None],
+        may_be: Callable[[PartyKey], bool] = lambda _party: True,
     ) -> None:
+        """`may_be` says whether the present caller may write as that party."""
+        self._may_be = may_be
         self._table = table
         self._pool = pool
         self._incarnation = incarnation
@@ -131,7 +134,8 @@ class PagesServicer(pages_pb2_grpc.PagesServiceServicer):
 
     def _knows(self, credentials: pages_pb2.Credentials) -> bool:
         same_key = hmac.compare_digest(credentials.key, self._key)
-        return same_key and credentials.incarnation == self._incarnation
+        same_life = credentials.incarnation == self._incarnation
+        return same_key and same_life and self._may_be(credentials.party)
 
     def _admit(
         self, credentials: pages_pb2.Credentials, name: TicketName, extents: list[Span]

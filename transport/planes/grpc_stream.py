@@ -99,8 +99,11 @@ class GrpcStreamPlane:
         self._region = as_bytes(buffer)
         return Region(length=self._region.size)
 
-    def servicer(self) -> PagesServicer:
-        """Return what the owner's process adds to its grpc.aio server."""
+    def servicer(self, may_be: Callable[[PartyKey], bool] = lambda _party: True) -> PagesServicer:
+        """Return what the owner's process adds to its grpc.aio server.
+
+        may_be: whether the caller of the moment may write as that party.
+        """
         return PagesServicer(
             table=self._table,
             pool=self._registered(),
@@ -108,6 +111,7 @@ class GrpcStreamPlane:
             key=self._key,
             copy=self._copy,
             wake=self._book.wake,
+            may_be=may_be,
         )
 
     def listening_at(self, endpoint: str) -> None:
