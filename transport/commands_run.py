@@ -14,6 +14,7 @@ from typing import Annotated
 
 import anyio
 import attrs
+import structlog
 from cyclopts import Parameter
 
 from lifecycle.events import Role
@@ -32,6 +33,7 @@ Ready = Callable[[str], None]
 Runner = Callable[[Ready, anyio.Event], Awaitable[int]]
 SupervisedBy = Annotated[int | None, Parameter(name="--supervised-by", show=False, env_var=())]
 
+_log = structlog.get_logger("custody.serve")
 _SCHEDULER = SchedulerSettings()
 _JOIN = JoinSettings()
 _POOL = PoolSettings()
@@ -218,6 +220,12 @@ def serve(
     configure_logging()
     bind(part="serve")
 
+    def complain(text: str) -> None:
+        if on_terminal():
+            note(f"custody: {text}")
+        else:
+            _log.error("part_failed", message=text)
+
     def started(part: Started) -> None:
         if json:
             about = {"part": part.name, "process_id": part.process_id}
@@ -226,7 +234,7 @@ def serve(
             say(f"{part.name} started, process {part.process_id}")
 
     async def run(ready: Ready, stop: anyio.Event) -> int:
-        return await supervise(parts, started=started, ready=ready, stop=stop, complain=note)
+        return await supervise(parts, started=started, ready=ready, stop=stop, complain=complain)
 
     def ready(address: str) -> None:
         if json:

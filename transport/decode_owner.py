@@ -100,14 +100,14 @@ class DecodeOwner(Owner[DecodeCore]):
                 try:
                     self.plane.expose(str(reserved.grant), spans=spans, parties=parties)
                 except GrantEnded:
-                    self.note("not exposed: the grant has ended", grant=str(reserved.grant))
+                    self.note("grant_not_exposed", grant=str(reserved.grant))
             case Retire(grant):
                 self.plane.retire(str(grant))
             case Fence(grant, party):
                 self._fencing[grant, party] = None
                 self._fence(grant, party)
                 if (grant, party) in self._fencing:
-                    self.note("no proof yet against a lost writer", party=str(party))
+                    self.note("lost_writer_not_proven", party=str(party))
             case VerifyPages():
                 grants = tuple(r.grant for r in self.core.jobs[effect.request].reserved)
                 self._jobs.append(partial(self._verify_job, effect, grants))
@@ -122,7 +122,7 @@ class DecodeOwner(Owner[DecodeCore]):
         try:
             proof = self.plane.fence_party(str(party))
         except DataPlaneError as error:
-            self.note("a fence was refused", party=str(party), reason=str(error))
+            self.note("fence_refused", party=str(party), reason=str(error))
             proof = None
         if proof is not None:
             self._fencing.pop((grant, party), None)

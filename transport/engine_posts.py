@@ -141,7 +141,7 @@ class Posts:
         elif answer is Answer.IN_DOUBT and not flight.in_doubt:
             flight.in_doubt = True
             why = self._plane.explain(ticket)
-            self._note("a write is in doubt", grant=str(flight.post.grant), reason=why)
+            self._note("write_in_doubt", grant=str(flight.post.grant), reason=why)
             self._perform(self._core.post_ended(flight.post.ticket, Posted.IN_DOUBT))
             self._plane.inquire(ticket)
 
@@ -151,7 +151,7 @@ class Posts:
         if how is Posted.DONE:
             self.bytes_posted += packed.size_bytes
         if why:
-            self._note("a write has failed", grant=str(post.grant), reason=why)
+            self._note("write_failed", grant=str(post.grant), reason=why)
         self._perform(
             self._core.post_ended(
                 post.ticket, how, size_bytes=packed.size_bytes, digest=packed.digest
