@@ -231,9 +231,10 @@ class Scheduler(Judge):
         for pending in self.queue.expired(self.now_ns):
             late = self.now_ns >= pending.wanted.deadline_ns
             code = RejectCode.DEADLINE if late else RejectCode.QUEUE_TIMEOUT
-            limit = pending.wanted.deadline_ns if late else pending.expires_ns
             reason = (
-                f"waited in the queue until {self.now_ns} ns, {self.now_ns - limit} ns too long"
+                f"the deadline {pending.wanted.deadline_ns} ns passed in the queue"
+                if late
+                else f"waited in the queue for longer than the {self.queue_ns} ns that it allows"
             )
             self._reject_waiting(pending, code, reason)
         self._carry_out(Look(self.now_ns))
@@ -309,7 +310,7 @@ class Scheduler(Judge):
             reason = f"{len(self.queue)} requests wait in a queue of {self.queue.limit}"
             return rejected(self.log, wanted, self.limits, RejectCode.QUEUE_FULL, reason)
         if wanted.deadline_ns <= self.now_ns:
-            reason = f"the deadline {wanted.deadline_ns} ns is not after {self.now_ns} ns"
+            reason = f"the deadline {wanted.deadline_ns} ns has passed"
             return rejected(self.log, wanted, self.limits, RejectCode.DEADLINE, reason)
         return None
 

@@ -47,7 +47,7 @@ def refuse(history: History, wanted: Submission, limits: Limits) -> Rejected | N
             limits,
             RejectCode.INVALID_REQUEST,
             f"{wanted.prompt_tokens} prompt tokens and {wanted.new_tokens_max} new tokens: "
-            "each must be at least 1",
+            "each must be at least one",
         )
     if total > limits.context_tokens:
         return rejected(
@@ -82,8 +82,8 @@ def refuse(history: History, wanted: Submission, limits: Limits) -> Rejected | N
                 wanted,
                 limits,
                 RejectCode.KV_POOL_CAPACITY_EXCEEDED,
-                f"{tokens} tokens of KV are needed on a {leg} engine whose pool holds "
-                f"{pool} tokens",
+                f"{wanted.prompt_tokens} prompt tokens and {wanted.new_tokens_max} new tokens "
+                f"need more than the {pool} tokens that the largest pool of a {leg} engine holds",
                 pool,
             )
     return None

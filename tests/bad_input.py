@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -235,12 +236,19 @@ def told_engines(here: Deployment) -> list[str]:
     return [p.entry.request for p in told if p.entry.request != FLEET]
 
 
+def unrepeated(message: str, metadata: Mapping[str, str]) -> set[str]:
+    """Numbers in a message that its metadata do not repeat; quoted names are no numbers."""
+    number = re.compile(r"(?<![\w'])-?\d+(?:\.\d+)?")
+    return set(number.findall(message)) - set(number.findall(" ".join(metadata.values())))
+
+
 def says(error: grpc.aio.AioRpcError, row: Row) -> str:
     """Hold a status to a row; the request's id, if the log knows the request."""
     info, found = details(error)
     assert error.code() is row.code, error
     assert (info.domain, info.reason) == ("custody", row.reason)
     assert error.details()
+    assert not unrepeated(str(error.details()), info.metadata)
     if row.field:
         assert row.field in str(found["BadRequest"])
     for name, number in row.numbers:

@@ -276,6 +276,27 @@ async def test_another_tenants_request_is_not_there(model: Path, tmp_path: Path)
         await nothing_lost(here, alice)
 
 
+async def test_an_endless_name_is_cut_and_still_a_status(model: Path) -> None:
+    """A status travels in headers, so what a caller wrote is not repeated without end."""
+    async with deployment(model) as here:
+        name = "n" * 100_000
+        for path, request, code in (
+            (
+                "LogService/GetRequestLog",
+                log_pb2.GetRequestLogRequest(request_id=name),
+                "NOT_FOUND",
+            ),
+            ("LogService/ListRequests", log_pb2.ListRequestsRequest(page_token=name), "INVALID_"),
+            ("AdminService/CancelRequest", admin_pb2.CancelRequestRequest(request_id=name), "NOT_"),
+            ("AdminService/DrainEngine", admin_pb2.DrainEngineRequest(engine=name), "NOT_FOUND"),
+            ("GenerationService/Generate", ask(model=name), "INVALID_ARGUMENT"),
+        ):
+            error = await sent(here.channel, f"/custody.v1.{path}", request.SerializeToString())
+            assert error.code().name.startswith(code), error
+            assert len(str(error.details())) <= 512
+        await nothing_lost(here)
+
+
 # --- engines --------------------------------------------------------------------------------------
 
 

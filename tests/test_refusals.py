@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 
 from lifecycle.events import Aborted, Cause, RejectCode, Rejected
 from lifecycle.ids import request_id
+from tests.bad_input import unrepeated
 from transport import refusals
 
 REQUEST = request_id(epoch=1, serial=1)
@@ -130,3 +133,105 @@ def test_reasons_are_short_and_upper_case() -> None:
         assert len(reason) <= 63
         assert reason == reason.upper()
         assert reason.replace("_", "").isalpha()
+
+
+def test_every_rejection_repeats_its_numbers() -> None:
+    """Each code, with the very message that the core gives it, and whatever it compares."""
+    numbers = {
+        "waiting": 17,
+        "queue_limit": 18,
+        "queue_ns": 19,
+        "prefill_engines": 20,
+        "decode_engines": 21,
+        "deadline_ns": 22,
+        "index": 23,
+    }
+    messages = {
+        RejectCode.INVALID_REQUEST: "the id at index 23",
+        RejectCode.CONTEXT_LENGTH_EXCEEDED: "9 prompt tokens and 1 new tokens exceed 8",
+        RejectCode.KV_POOL_CAPACITY_EXCEEDED: "9 prompt tokens and 1 new tokens, pool of 7",
+        RejectCode.QUEUE_FULL: "17 requests wait in a queue of 18",
+        RejectCode.QUEUE_TIMEOUT: "longer than the 19 ns",
+        RejectCode.NO_ENGINE: "20 prefill and 21 decode engines",
+        RejectCode.DEADLINE: "the deadline 22 ns has passed",
+    }
+    for code in RejectCode:
+        message = messages.get(code, "no number")
+        event = Rejected(code, message, 9, 1, 8, 7, "tenant", 3)
+        refusal = refusals.rejected(REQUEST, event, numbers=numbers)
+        assert not unrepeated(message, refusal.metadata), code
+        assert len({d.type_url for d in refusal.proto().details}) == len(refusal.proto().details)
+
+
+def test_every_abort_repeats_its_numbers_and_stands_alone() -> None:
+    """Whatever the cause: a sentence that says when, and numbers that are in the metadata too."""
+    for cause in Cause:
+        event = Aborted(cause, "p/1/0", "after 71 of 72 bytes", 7, 0xA, 0xB)
+        refusal = refusals.aborted(REQUEST, event, attempts=2, tokens=5)
+        assert not unrepeated(refusal.message, refusal.metadata), cause
+        assert "in attempt 2, after 5 tokens" in refusal.message
+        assert len({d.type_url for d in refusal.proto().details}) == len(refusal.proto().details)
+
+
+def test_the_table_of_answers() -> None:
+    """Code and reason of everything that a client can be told, as clients are promised."""
+    promised = {
+        "INVALID_REQUEST": Code.INVALID_ARGUMENT,
+        "CONTEXT_LENGTH_EXCEEDED": Code.INVALID_ARGUMENT,
+        "KV_POOL_CAPACITY_EXCEEDED": Code.OUT_OF_RANGE,
+        "QUEUE_FULL": Code.RESOURCE_EXHAUSTED,
+        "QUEUE_TIMEOUT": Code.RESOURCE_EXHAUSTED,
+        "TENANT_QUOTA_EXCEEDED": Code.RESOURCE_EXHAUSTED,
+        "SLOW_READER": Code.RESOURCE_EXHAUSTED,
+        "DRAINING": Code.UNAVAILABLE,
+        "NOT_READY": Code.UNAVAILABLE,
+        "NO_ENGINE": Code.UNAVAILABLE,
+        "ENGINE_LOST": Code.UNAVAILABLE,
+        "ENGINE_FAILED": Code.UNAVAILABLE,
+        "PROMPT_MISMATCH": Code.UNAVAILABLE,
+        "TRANSFER_FAILED": Code.UNAVAILABLE,
+        "ATTEMPTS_EXHAUSTED": Code.UNAVAILABLE,
+        "SCHEDULER_RESTARTED": Code.UNAVAILABLE,
+        "SHUTDOWN": Code.UNAVAILABLE,
+        "LOG_UNAVAILABLE": Code.UNAVAILABLE,
+        "DEADLINE": Code.DEADLINE_EXCEEDED,
+        "CANCELLED": Code.CANCELLED,
+        "CLIENT_GONE": Code.CANCELLED,
+        "UNAUTHENTICATED": Code.UNAUTHENTICATED,
+        "PERMISSION_DENIED": Code.PERMISSION_DENIED,
+        "NOT_FOUND": Code.NOT_FOUND,
+        "REQUEST_ID_REUSED": Code.ALREADY_EXISTS,
+        "POSITION_OUT_OF_RANGE": Code.OUT_OF_RANGE,
+        "KV_ISOLATION_VIOLATION": Code.INTERNAL,
+    }
+    told = {code.name: status for code, status in refusals.REJECTIONS.items()}
+    told |= {reason: status for status, reason in refusals.ABORTS.values()}
+    for refusal in (
+        refusals.log_unavailable("full"),
+        refusals.slow_reader(REQUEST, waiting=2, limit=1),
+        refusals.unauthenticated("no"),
+        refusals.permission_denied("no"),
+        refusals.not_found("request", "r"),
+        refusals.key_reused("k", REQUEST, answered=False),
+        refusals.position_out_of_range(9, first=1, last=3),
+        refusals.bad_argument("f", "m"),
+        refusals.malformed("/m", size_bytes=3),
+    ):
+        told[refusal.reason] = refusal.code
+        assert not unrepeated(refusal.message, refusal.metadata)
+    assert told == promised
+    page = Path("docs/clients.md").read_text(encoding="utf-8")
+    for reason, code in promised.items():
+        assert f"| `{code.name}` | `{reason}` |" in page
+
+
+def test_what_is_endless_is_cut() -> None:
+    """A status of the longest message and metadata fits into 8 KiB of headers."""
+    refusal = refusals.Refusal(
+        code=Code.INVALID_ARGUMENT,
+        reason="INVALID_REQUEST",
+        message="m" * 100_000,
+        metadata=dict.fromkeys("abcdef", "v" * 100000),
+        field="f",
+    )
+    assert len(refusal.proto().SerializeToString()) < 4096

@@ -150,7 +150,8 @@ async def test_an_unusable_request_is_refused_by_status_and_logged(model: Path, 
             log_pb2.GetRequestLogRequest(request_id=info.metadata["request_id"])
         )
         (stored,) = entries.entries
-        assert stored.entry.event.rejected.reason == error.details()
+        # What a chat template complains about may quote the chat: that is for the client alone.
+        assert str(error.details()).startswith(stored.entry.event.rejected.reason)
 
 
 async def test_a_request_beyond_the_context_names_both_numbers(model: Path) -> None:

@@ -10,13 +10,14 @@ An outcome is told once the store holds it durably; tokens are kept until the re
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import structlog
 
 from engine.digests import commitment
 from engine.effects import Payload, TellAdmitted, TellOutcome, TellTokens
-from lifecycle.events import Cause, Finished, RejectCode
+from lifecycle.events import Cause, Finished, RejectCode, Role
 from lifecycle.ids import Party, RequestId
 from lifecycle.state import Phase
 from transport import refusals
@@ -87,6 +88,7 @@ class ClientDesk:
             record.key = (asked.tenant, asked.key)
             self._keys[record.key] = (asked.body, request)
             self._forget_keys()
+        record.numbers = self._numbers(record)
         self._enter(record, reader)
         effects = owner.core.submit(
             request,
@@ -98,14 +100,40 @@ class ClientDesk:
         )
         owner.perform(effects)
 
-    def refuse(self, reader: Reader, *, tenant: str, field: str, reason: str) -> None:
-        """Reject what never became a prompt; the refusal stands in the log as well."""
+    def _numbers(self, record: Record) -> dict[str, object]:
+        """What the core compares besides the request's size, as it stands at this moment."""
+        core = self.owner.core
+        roles = [life.attached.role for life in core.log.fleet.alive()]
+        return {
+            "waiting": len(core.queue),
+            "queue_limit": core.queue.limit,
+            "queue_ns": core.queue_ns,
+            "prefill_engines": roles.count(Role.PREFILL),
+            "decode_engines": roles.count(Role.DECODE),
+            "deadline_ns": record.deadline_ns,
+        }
+
+    def refuse(
+        self,
+        reader: Reader,
+        *,
+        tenant: str,
+        field: str,
+        reason: str,
+        told: str = "",
+        numbers: Mapping[str, object] | None = None,
+    ) -> None:
+        """Reject what never became a prompt; the refusal stands in the log as well.
+
+        told: a message for the client alone, where it may say more than the log.
+        """
         owner = self.owner
         if owner.journal.failure is not None:
             reader.close(refusals.log_unavailable(owner.journal.failure))
             return
         now_ns = owner.now()
-        record = Record(owner.core.mint(), now_ns, now_ns, field=field)
+        record = Record(owner.core.mint(), now_ns, now_ns, field=field, told=told)
+        record.numbers = {} if numbers is None else numbers
         self._enter(record, reader)
         effects = owner.core.refuse(
             record.request,

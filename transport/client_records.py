@@ -6,6 +6,8 @@ Must not know: who decides, and when anything is sent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 
 from engine.effects import Publish, TellAdmitted, TellTokens
@@ -45,6 +47,8 @@ class Record:
     deadline_ns: int
     key: Key | None = None
     field: str = ""
+    told: str = ""
+    numbers: Mapping[str, object] = attrs.Factory(dict)
     prompt_tokens: int = 0
     readers: list[Reader] = attrs.Factory(list)
     admission: generation_pb2.GenerateResponse | None = None
@@ -100,7 +104,13 @@ def end_step(record: Record, outcome: Finished | Aborted | Rejected) -> Step:
     """The last message of a stream, or the status that ends it."""
     match outcome:
         case Rejected():
-            return refusals.rejected(record.request, outcome, field=record.field)
+            return refusals.rejected(
+                record.request,
+                outcome,
+                field=record.field,
+                told=record.told,
+                numbers=record.numbers,
+            )
         case Aborted():
             return refusals.aborted(
                 record.request, outcome, attempts=record.attempts, tokens=record.tokens

@@ -138,7 +138,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             )
         except UnusableRequest as error:
             refuse = partial(
-                owner.clients.refuse, reader, tenant=tenant, field=error.field, reason=str(error)
+                owner.clients.refuse,
+                reader,
+                tenant=tenant,
+                field=error.field,
+                reason=str(error),
+                told=error.told,
+                numbers=error.numbers,
             )
             await owner.tell(refuse)
             return

@@ -68,7 +68,8 @@ class LogService(log_pb2_grpc.LogServiceServicer):
         token = request.page_token or "0"
         if not (token.isascii() and token.isdigit() and len(token) < 20):
             message = f"{token!r} is no page token of this log"
-            await _abort(context, refusals.bad_argument("page_token", message))
+            refusal = refusals.bad_argument("page_token", message, page_token=token)
+            await _abort(context, refusal)
         start = int(token)
         stop = start + min(request.page_size or PAGE_DEFAULT, PAGE_MAX)
         tenant = self._tenant()

@@ -24,6 +24,9 @@ from lifecycle.ids import RequestId
 
 DOMAIN = "custody"
 RETRY_SECONDS = 1
+# A status travels in headers, of which many clients take no more than 8 KiB.
+MESSAGE_CHARACTERS_MAX = 512
+VALUE_CHARACTERS_MAX = 256
 
 Code = grpc.StatusCode
 
@@ -91,14 +94,14 @@ class Refusal:
     quota: str = ""
 
     def proto(self) -> status_pb2.Status:
-        """The google.rpc.Status with each detail type at most once."""
-        info = error_details_pb2.ErrorInfo(
-            reason=self.reason, domain=DOMAIN, metadata=dict(self.metadata)
-        )
+        """The google.rpc.Status with each detail type at most once; what is endless is cut."""
+        message = _cut(self.message, MESSAGE_CHARACTERS_MAX)
+        metadata = {key: _cut(text, VALUE_CHARACTERS_MAX) for key, text in self.metadata.items()}
+        info = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=metadata)
         details = [_packed(info)]
         if self.field:
             bad = error_details_pb2.BadRequest()
-            bad.field_violations.add(field=self.field, description=self.message)
+            bad.field_violations.add(field=self.field, description=message)
             details.append(_packed(bad))
         if self.retry_seconds is not None:
             retry = error_details_pb2.RetryInfo()
@@ -106,15 +109,19 @@ class Refusal:
             details.append(_packed(retry))
         if self.quota:
             quota = error_details_pb2.QuotaFailure()
-            quota.violations.add(subject=self.quota, description=self.message)
+            quota.violations.add(subject=self.quota, description=message)
             details.append(_packed(quota))
         number: int = self.code.value[0]
-        return status_pb2.Status(code=number, message=self.message, details=details)
+        return status_pb2.Status(code=number, message=message, details=details)
 
     def status(self) -> grpc.Status:
         """The form that `abort_with_status` takes."""
         status: grpc.Status = rpc_status.to_status(self.proto())
         return status
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def _packed(message: Message) -> any_pb2.Any:
@@ -123,8 +130,28 @@ def _packed(message: Message) -> any_pb2.Any:
     return packed
 
 
-def rejected(request: RequestId, event: Rejected, *, field: str = "") -> Refusal:
-    """What the client of a rejected request is told."""
+COMPARED: dict[RejectCode, tuple[str, ...]] = {
+    RejectCode.QUEUE_FULL: ("waiting", "queue_limit"),
+    RejectCode.QUEUE_TIMEOUT: ("queue_ns",),
+    RejectCode.NO_ENGINE: ("prefill_engines", "decode_engines"),
+    RejectCode.DEADLINE: ("deadline_ns",),
+}
+"""What a rejection compares beyond the sizes that its event has."""
+
+
+def rejected(
+    request: RequestId,
+    event: Rejected,
+    *,
+    field: str = "",
+    told: str = "",
+    numbers: Mapping[str, object] | None = None,
+) -> Refusal:
+    """What the client of a rejected request is told.
+
+    told: a message that says more than the log may hold.
+    numbers: what was compared beside the event's own numbers; more than needed does no harm.
+    """
     metadata = {
         "request_id": request,
         "prompt_tokens": str(event.prompt_tokens),
@@ -133,10 +160,13 @@ def rejected(request: RequestId, event: Rejected, *, field: str = "") -> Refusal
     }
     if event.capacity_tokens:
         metadata["capacity_tokens"] = str(event.capacity_tokens)
+    known = {} if numbers is None else numbers
+    names = tuple(known) if event.code is RejectCode.INVALID_REQUEST else COMPARED.get(event.code)
+    metadata |= {name: str(known[name]) for name in names or () if name in known}
     return Refusal(
         code=REJECTIONS[event.code],
         reason=event.code.name,
-        message=event.reason,
+        message=told or event.reason,
         metadata=metadata,
         field=field,
         retry_seconds=RETRY_SECONDS if event.code in _RETRIED else None,
@@ -163,12 +193,15 @@ def aborted(request: RequestId, event: Aborted, *, attempts: int, tokens: int) -
     message = f"{_PHRASES[event.cause]} in attempt {attempts}, after {tokens} tokens"
     if event.message:
         message = f"{message}: {event.message}"
+        metadata["message"] = event.message
     return Refusal(code=code, reason=reason, message=message, metadata=metadata)
 
 
 def log_unavailable(reason: str, *, request: RequestId | None = None) -> Refusal:
     """The store cannot be written, so nothing can be promised."""
-    metadata = {} if request is None else {"request_id": str(request)}
+    metadata = {"error": reason}
+    if request is not None:
+        metadata["request_id"] = str(request)
     return Refusal(
         code=Code.UNAVAILABLE,
         reason="LOG_UNAVAILABLE",
@@ -224,10 +257,14 @@ def permission_denied(message: str, **metadata: str) -> Refusal:
     )
 
 
-def bad_argument(field: str, message: str) -> Refusal:
+def bad_argument(field: str, message: str, **metadata: str) -> Refusal:
     """A field of a request about the log or the deployment cannot be used."""
     return Refusal(
-        code=Code.INVALID_ARGUMENT, reason="INVALID_REQUEST", message=message, field=field
+        code=Code.INVALID_ARGUMENT,
+        reason="INVALID_REQUEST",
+        message=message,
+        metadata=metadata,
+        field=field,
     )
 
 
@@ -247,6 +284,6 @@ def position_out_of_range(position: int, *, first: int, last: int) -> Refusal:
     return Refusal(
         code=Code.OUT_OF_RANGE,
         reason="POSITION_OUT_OF_RANGE",
-        message=f"position {position} is outside {first} to {last + 1}",
+        message=f"position {position} is not within {first} to {last}, nor the next one",
         metadata={"position": str(position), "first": str(first), "last": str(last)},
     )

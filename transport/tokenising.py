@@ -15,12 +15,13 @@ import anyio.to_thread
 import attrs
 
 from engine.sampler import InvalidSampling, SamplingParams
-from engine.tokenizer import TextError, Tokenizer
+from engine.tokenizer import ChatTemplateError, InvalidText, TextError, Tokenizer
 from transport.pb import generation_pb2 as pb
 
 WORKERS = 2
 NEW_TOKENS_DEFAULT = 256
 KEY_BYTES_MAX = 256
+NAME_CHARACTERS_MAX = 64
 
 _SAMPLING_FIELDS = {
     "max_new_tokens": "sampling.new_tokens_max",
@@ -30,12 +31,19 @@ _SAMPLING_FIELDS = {
 
 
 class UnusableRequest(Exception):
-    """A field of the request cannot be used; the client changes it."""
+    """A field of the request cannot be used; the client changes it.
 
-    def __init__(self, *, field: str, reason: str) -> None:
+    The text may stand in the log, so it holds nothing of a prompt; `told` is for the client alone.
+    `numbers` are those that the text compares.
+    """
+
+    def __init__(self, *, field: str, reason: str, more: str = "", **numbers: object) -> None:
+        """`more` is what only the client may be told."""
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+        self.told = f"{field}: {reason}: {more}" if more else ""
+        self.numbers = numbers
 
 
 @attrs.frozen
@@ -63,20 +71,20 @@ class Tokenising:
     async def prepare(self, request: pb.GenerateRequest, *, context_tokens: int) -> Prepared:
         """Check everything that needs no engine. Raises UnusableRequest."""
         if request.HasField("model") and request.model != self.model:
-            reason = f"{request.model!r} is not served here, {self.model!r} is"
-            raise UnusableRequest(field="model", reason=reason)
+            wanted = request.model[:NAME_CHARACTERS_MAX]
+            reason = f"{wanted!r} is not served here, {self.model!r} is"
+            raise UnusableRequest(field="model", reason=reason, model=wanted, served=self.model)
         if request.HasField("n") and request.n != 1:
             raise UnusableRequest(
-                field="n", reason=f"{request.n} answers are asked for, 1 is given"
+                field="n", reason=f"{request.n} answers are asked for, one is given", n=request.n
             )
         key_bytes = len(request.idempotency_key.encode())
         if key_bytes > KEY_BYTES_MAX:
-            reason = f"{key_bytes} bytes exceed the limit of {KEY_BYTES_MAX}"
-            raise UnusableRequest(field="idempotency_key", reason=reason)
+            raise _too_large("idempotency_key", key_bytes, limit_bytes=KEY_BYTES_MAX)
         params = sampling_params(request.sampling)
         tokens = await self._tokens(request)
         if not tokens:
-            reason = "0 prompt tokens: at least 1 is needed"
+            reason = "0 prompt tokens: at least one is needed"
             raise UnusableRequest(field=str(request.WhichOneof("input")), reason=reason)
         new_tokens_max = params.max_new_tokens
         if not request.sampling.HasField("new_tokens_max"):
@@ -94,7 +102,7 @@ class Tokenising:
             case "chat":
                 if not request.chat.messages:
                     # A template would make a prompt of nothing but its own words.
-                    raise UnusableRequest(field=kind, reason="0 messages: at least 1 is needed")
+                    raise UnusableRequest(field=kind, reason="0 messages: at least one is needed")
                 size_bytes = sum(
                     len(m.role.encode()) + len(m.content.encode()) for m in request.chat.messages
                 )
@@ -102,10 +110,15 @@ class Tokenising:
                 reason = "a text, token ids or a chat is needed"
                 raise UnusableRequest(field="input", reason=reason)
         if size_bytes > self._prompt_bytes_max:
-            reason = f"{size_bytes} bytes exceed the limit of {self._prompt_bytes_max}"
-            raise UnusableRequest(field=kind, reason=reason)
+            raise _too_large(kind, size_bytes, limit_bytes=self._prompt_bytes_max)
         try:
             return await anyio.to_thread.run_sync(self._encode, request, limiter=self._limiter)
+        except ChatTemplateError as error:
+            # A template may put words of the conversation into what it complains about.
+            reason = "the model's chat template refuses these messages"
+            raise UnusableRequest(field=kind, reason=reason, more=error.reason) from error
+        except InvalidText as error:
+            raise UnusableRequest(field=kind, reason=str(error), index=error.index) from error
         except TextError as error:
             raise UnusableRequest(field=kind, reason=str(error)) from error
 
@@ -118,11 +131,24 @@ class Tokenising:
                 return tuple(self._tokenizer.encode_chat(messages))
             case _:
                 ids = tuple(request.token_ids.ids)
-                highest = max(ids, default=0)
-                if highest >= self._vocabulary:
-                    reason = f"token {highest} is not in the vocabulary of {self._vocabulary}"
-                    raise UnusableRequest(field="token_ids", reason=reason)
+                # Where, and not which: an id is a word of the prompt.
+                index = next((i for i, token in enumerate(ids) if token >= self._vocabulary), None)
+                if index is not None:
+                    reason = f"the id at index {index} is not in the vocabulary of "
+                    reason += str(self._vocabulary)
+                    raise UnusableRequest(
+                        field="token_ids", reason=reason, index=index, vocabulary=self._vocabulary
+                    )
                 return ids
+
+
+def _too_large(field: str, size_bytes: int, *, limit_bytes: int) -> UnusableRequest:
+    return UnusableRequest(
+        field=field,
+        reason=f"{size_bytes} bytes exceed the limit of {limit_bytes}",
+        size_bytes=size_bytes,
+        limit_bytes=limit_bytes,
+    )
 
 
 def sampling_params(message: pb.Sampling) -> SamplingParams:
@@ -142,8 +168,11 @@ def sampling_params(message: pb.Sampling) -> SamplingParams:
         return SamplingParams(**values)  # type: ignore[arg-type]  # validated by the class
     except InvalidSampling as error:
         field = _SAMPLING_FIELDS.get(error.field, f"sampling.{error.field}")
-        reason = f"{error.value!r} is not {error.limit}"
-        raise UnusableRequest(field=field, reason=reason) from error
+        value: object = error.value
+        if isinstance(value, str):
+            value = f"a string of {len(value.encode())} bytes"
+        reason = f"{value} is not {error.limit}"
+        raise UnusableRequest(field=field, reason=reason, value=value, limit=error.limit) from error
 
 
 def whole_sampling(params: SamplingParams, new_tokens_max: int) -> pb.Sampling:
