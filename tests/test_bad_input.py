@@ -522,7 +522,7 @@ async def test_a_full_disk_refuses_and_recovers(model: Path, tmp_path: Path) -> 
     """UNAVAILABLE while there is no room, nothing is admitted; with room again it goes on."""
     disk = SmallDisk()
     store = SegmentStore(tmp_path, disk=disk)
-    async with deployment(model, store=store, request_seconds_max=1.0) as here:
+    async with deployment(model, store=store) as here:
         await nothing_lost(here)
         admitted = admissions(here)
         disk.room = 0

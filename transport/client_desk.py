@@ -255,15 +255,30 @@ class ClientDesk:
             self._tell_outcome(self._outcomes.popleft())
 
     def tick(self, now_ns: int) -> None:
-        """An outcome that cannot become durable is no outcome once its deadline has passed."""
+        """An outcome that cannot become durable is no outcome once its deadline has passed.
+
+        An admission that cannot be appended is none, and its client need not wait to hear that.
+        """
         failure = self.owner.journal.failure
         if failure is None:
             return
+        for _, admitted in tuple(self._admissions):
+            record = self._records.get(admitted.request)
+            if record is not None and record.end is None and record.admission is None:
+                self._finish_unadmitted(record, failure)
         for effect in self._outcomes:
             record = self._records.get(effect.request)
             if record is not None and record.end is None and now_ns >= record.deadline_ns:
                 record.end = refusals.log_unavailable(failure, request=record.request)
                 self._finish_all(record)
+
+    def _finish_unadmitted(self, record: Record, failure: str) -> None:
+        record.end = refusals.log_unavailable(failure, request=record.request)
+        if record.key is not None:
+            self._keys.pop(record.key, None)
+        self._finish_all(record)
+        owner, gone = self.owner, Cause.CLIENT_GONE
+        owner.perform(owner.core.cancel(record.request, gone, "scheduler", owner.now()))
 
     # --- to readers ---------------------------------------------------------------------------
 
