@@ -174,6 +174,10 @@ def _run_engine(
 ) -> int:
     shared = {field.name: getattr(join, field.name) for field in attrs.fields(JoinSettings)}
     settings = EngineSettings(role=role, engine=engine, **shared)
+    # Engines share cores, and an OpenMP thread that spins at a barrier keeps its neighbour from
+    # reaching it: beside a busy process a forward pass took five to ten times as long.
+    # The variable is read once, when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     async def run(ready: Ready, stop: anyio.Event) -> int:
         from transport.engine_shell import run_engine

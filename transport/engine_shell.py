@@ -50,6 +50,7 @@ EXIT_REFUSED = 4
 """The scheduler does not want this life of the engine; a new one may be wanted."""
 
 INBOX_MESSAGES_MAX = 256
+THREADS_MAX = 8
 TICK_SECONDS = 0.02
 REPEAT_SECONDS = 1.0
 LEAVE_SECONDS_MAX = 60.0
@@ -119,7 +120,7 @@ async def run_engine(
     Returns the exit code. Raises ModelError, MemorySizeError, PoolTooSmallError,
     LayoutUnsupportedError before anything was joined.
     """
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or min(os.cpu_count() or 1, THREADS_MAX))
     loaded = await anyio.to_thread.run_sync(load, settings, progress or ProgressLines())
     # Milliseconds of wall time grow from one life of an engine's memory to the next.
     party = Party(EngineId(settings.engine), time.time_ns() // 1_000_000, 0)

@@ -211,8 +211,8 @@ class PoolSettings(DialSettings):
     """Most requests that the engine holds at once."""
     plane: str = attrs.field(default=PLANES[0], validator=_plane)
     """Data plane between engines: shared-memory (one host) or grpc."""
-    threads: int = attrs.field(default=1, validator=_above_zero)
-    """Threads that compute."""
+    threads: int | None = attrs.field(default=None, validator=_above_zero)
+    """Threads that compute; not set: as many as there are cores, at most 8."""
 
 
 @attrs.frozen(kw_only=True)
