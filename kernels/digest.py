@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.layout import PageMemory
+from kernels.layout import PageMemory, select_pages
 
 ALGORITHM_WSUM32 = 1
 METHOD_NAMES = {ALGORITHM_WSUM32: "wsum32"}
@@ -60,20 +60,27 @@ def data_sums(memory: PageMemory, pages: Tensor, filled: Tensor) -> Tensor:
     """int64 `[layers, N]`: the data part of each block, over its `filled` first rows.
 
     pages, filled: int64 `[N]`. Rows at and after `filled` are not part of it.
+
+    With `i + 1 = row * row_words + (column + 1)` the weighted sum falls into sums over rows and
+    sums over columns, so no word is widened or multiplied one by one; the value is the same.
     """
     layout = memory.layout
     row_words = layout.row_bytes // 4
     device = memory.data.device
-    weights = torch.arange(1, layout.page_tokens * row_words + 1, dtype=torch.int64, device=device)
+    row_weights = torch.arange(layout.page_tokens, device=device) * row_words
+    column_weights = torch.arange(1, row_words + 1, device=device)
     partial = torch.nonzero(filled < layout.page_tokens).flatten().tolist()
     counts = filled.tolist()
+    shape = (pages.numel(), layout.page_tokens, row_words)
     sums = torch.empty((layout.layers, pages.numel()), dtype=torch.int64, device=device)
-    # One layer at a time bounds the widened copy to a few megabytes.
     for layer in range(layout.layers):
-        values = memory.data[layer].index_select(0, pages).to(torch.int64)
+        values = select_pages(memory.data[layer], pages).view(shape)
+        over_rows = values.sum(dim=-1, dtype=torch.int64)
+        over_columns = values.sum(dim=1, dtype=torch.int64)
         for entry in partial:
-            values[entry, counts[entry] * row_words :] = 0
-        sums[layer] = values.mul_(weights).sum(dim=-1)
+            over_rows[entry, counts[entry] :] = 0
+            over_columns[entry] = values[entry, : counts[entry]].sum(dim=0, dtype=torch.int64)
+        sums[layer] = (over_rows * row_weights).sum(-1) + (over_columns * column_weights).sum(-1)
     return sums
 
 

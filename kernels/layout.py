@@ -238,3 +238,24 @@ class PageMemory:
         octets = torch.empty(pages * layout.page_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
         skip = -octets.data_ptr() % ALIGNMENT_BYTES
         return cls.over(octets[skip:], layout, pages)
+
+
+def contiguous_start(pages: Tensor) -> int | None:
+    """The first page where the pages are one ascending run, None where they are scattered."""
+    count = pages.numel()
+    if count == 0:
+        return None
+    first = int(pages[0])
+    run = torch.arange(first, first + count, dtype=pages.dtype, device=pages.device)
+    return first if torch.equal(pages, run) else None
+
+
+def select_pages(blocks: Tensor, pages: Tensor) -> Tensor:
+    """Some of `blocks` by their first index: a view of a contiguous run, a copy of scattered ones.
+
+    blocks: `[pages of the pool, ...]`; pages: int64 `[N]`. Nobody may write into the result.
+    """
+    first = contiguous_start(pages)
+    if first is None:
+        return blocks.index_select(0, pages)
+    return blocks[first : first + pages.numel()]

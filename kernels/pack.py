@@ -27,7 +27,12 @@ from kernels.headers import (
     stamp,
     tag_tensor,
 )
-from kernels.layout import LayoutUnsupportedError, PageMemory
+from kernels.layout import (
+    LayoutUnsupportedError,
+    PageMemory,
+    contiguous_start,
+    select_pages,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +87,16 @@ def pack(
     row_words = layout.row_bytes // 4
     partial = torch.nonzero(filled < layout.page_tokens).flatten().tolist()
     counts = filled.tolist()
+    first_slot = contiguous_start(slots)
     for layer in range(layout.layers):
-        rows = source.data[layer].index_select(0, source_pages)
-        for entry in partial:
-            rows[entry, counts[entry] * row_words :] = 0
-        destination.data[layer].index_copy_(0, slots, rows)
+        rows = select_pages(source.data[layer], source_pages)
+        if first_slot is None:
+            destination.data[layer].index_copy_(0, slots, rows)
+        else:
+            destination.data[layer, first_slot : first_slot + slots.numel()].copy_(rows)
+    for entry in partial:
+        # Stale rows of a page's earlier owner are never shipped.
+        destination.data[:, int(slots[entry]), counts[entry] * row_words :] = 0
     digests = seal(sums, tags=tags, positions=positions, filled=filled)
     stamp(destination, slots, tags=tags, positions=positions, filled=filled, digests=digests)
     return range_digest(digests)
