@@ -78,6 +78,18 @@ def last_cause(served: Served, request: str) -> Cause:
     raise AssertionError
 
 
+def test_the_demo_tells_its_story_as_json(served: Served, tmp_path: Path) -> None:
+    """Each piece of the demo is a JSON object, and so is the complaint of one that fails."""
+    model = str(served.folder / "tiny")
+    command = [*PROGRAM, "demo", "--json", "--model", model, "--keep", str(tmp_path / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, "the tiny model does not know the answer"
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"heading", "said", "checked", "answered"} == {line["event"] for line in lines}
+    assert all(json.loads(line) for line in done.stderr.splitlines())
+    assert "the answer holds 'Paris'" in json.loads(done.stderr.splitlines()[0])["error"]["message"]
+
+
 # --- Signals ----------------------------------------------------------------------------------
 
 
@@ -120,8 +132,8 @@ def test_following_the_log_ends_by_ctrl_c(served: Served) -> None:
     assert (first["position"], process.returncode) == (1, 130)
 
 
-def test_a_reader_that_leaves_ends_a_table_quietly(served: Served) -> None:
-    """`log ls | head -1` says nothing on standard error, and so do tables."""
+def test_a_reader_that_leaves_ends_a_followed_log(served: Served) -> None:
+    """`log tail --follow | head -1` ends with the next entry, and complains about nothing."""
     for verb in (("log", "tail", "--follow"), ("log", "tail", "--follow", "--json")):
         with served.run(*verb) as process:
             assert process.stdout is not None

@@ -24,6 +24,7 @@ from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every t
 from tests.tiny import tiny_llama
 from transport import cli
 from transport.commands_config import settings_of
+from transport.pb.generation_pb2 import GenerateResponse
 
 pytestmark = pytest.mark.anyio
 NOBODY = "127.0.0.1:1"
@@ -125,8 +126,10 @@ ALONE: list[tuple[int, str]] = [
     (5, "replay {good}.none"),
     (5, "log export --log {good}.none"),
 ]
-CALLING = ("generate x", "chat", f"cancel {UNKNOWN}", "status", "health", "log ls")
-CALLING += (f"log show {UNKNOWN}", "log tail", "log export")
+CALLING = (
+    *("generate x", "chat", f"cancel {UNKNOWN}", "status", "health"),
+    *("log ls", f"log show {UNKNOWN}", "log tail", "log export"),
+)
 
 
 def verbs() -> list[str]:
@@ -234,7 +237,8 @@ async def test_cancel_ends_a_request(model: Path, run: Run) -> None:
     async with deployment(model, pause_at=1) as here:
         call = here.generation.Generate(ask(new=9))
         first = await call.read()
-        request = first.admission.request_id  # type: ignore[union-attr]
+        assert isinstance(first, GenerateResponse)
+        request = first.admission.request_id
         said = await run("cancel", request, "--scheduler", here.address)
         assert (said.code, said.out) == (0, f"{request} is cancelled\n")
         again = await run("cancel", request, "--scheduler", here.address, "--json")

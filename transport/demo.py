@@ -22,7 +22,7 @@ from lifecycle.replay import replay
 from transport import render
 from transport.child import Child, ChildFailed
 from transport.client import Client, Refused, Unreachable
-from transport.commands_shared import EXIT_FAILED, EXIT_OK, note
+from transport.commands_shared import EXIT_FAILED, EXIT_OK, UsageError, complain, note
 from transport.demo_story import Differs, Story
 from transport.jsonlines import read_log
 from transport.pb.admin_pb2 import GetStatusResponse
@@ -66,15 +66,22 @@ def run_demo(*, model: str | None, keep: Path | None, json: bool = False) -> int
             folder = keep
             folder.mkdir(parents=True, exist_ok=True)
             if any(folder.iterdir()):
-                note(f"custody: {folder} is not empty; the demo wants a log of its own")
-                return EXIT_FAILED
+                raise UsageError(f"{folder} is not empty; the demo wants a log of its own")
         try:
             _tell(story, stack, folder, model)
         except (Differs, ChildFailed, Refused, Unreachable) as error:
-            note(f"custody: the demo failed: {error}")
-            _print_errors(folder)
+            complain(DemoFailed(error), code=EXIT_FAILED, json=json)
+            if not json:
+                _print_errors(folder)
             return EXIT_FAILED
     return EXIT_OK
+
+
+class DemoFailed(Exception):
+    """What keeps the demo from its end."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"the demo failed: {error}")
 
 
 def _print_errors(folder: Path) -> None:
@@ -206,7 +213,7 @@ def _refusal(story: Story, client: Client, context: int) -> None:
     story.say(f"refused in {milliseconds:.1f} ms: {refused.code} {refused.reason}")
     story.say(refused.message)
     for name, value in refused.numbers.items():
-        story.say(f"  {name} = {value}")
+        story.say(f"{name} = {value}")
     story.check(
         "the status is the one for a prompt over the context",
         (refused.code, refused.reason) == ("INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED"),
