@@ -1,6 +1,6 @@
 """The explorer: a seeded random walk over what is enabled in a small world.
 
-Owns: seeds, budgets of faults, traces and their reduction.
+Owns: seeds, budgets of faults, and what is drawn next.
 Must not know: what an action means.
 
 In half of the runs each kind of fault is switched off at random (swarm testing, Groce and
@@ -12,34 +12,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 
+from engine.minimiser import minimise
+from engine.trace import Trace, Worlds
 from engine.world import World
 from engine.world_values import FAULTS, Action, Found, Scenario
 
+__all__ = ["Outcome", "Trace", "explore", "minimise", "walk"]
+
 FAULT_KINDS = frozenset(FAULTS)
+STEPS_MAX = 400
+"""Steps of one run, unless it is given another number."""
 PACES = (1.0, 1.0, 0.1, 0.01)
 """In half of the runs some actors are much slower than others, drawn once for the run."""
-
-
-@attrs.frozen
-class Trace:
-    """One run that found something: its seed, the scenario, the actions, and the finding."""
-
-    seed: int
-    scenario: Scenario
-    actions: tuple[Action, ...]
-    calm: bool
-    found: Found
-    rule: str = ""
-
-    def __str__(self) -> str:
-        """The seed, the finding, and one action a line."""
-        lines = [f"seed {self.seed}: {self.found} (rule {self.rule or 'none in the log'})"]
-        lines += [f"  {name} {' '.join(str(w) for w in whom)}" for name, *whom in self.actions]
-        return "\n".join(lines)
 
 
 @attrs.define
@@ -53,8 +41,8 @@ class Outcome:
 
 
 def walk(
-    scenario: Scenario, seed: int, *, steps: int = 400, worlds: Callable[[Scenario], World] = World
-) -> tuple[World, Trace | None, int]:
+    scenario: Scenario, seed: int, *, steps: int = STEPS_MAX, worlds: Worlds = World
+) -> tuple[Any, Trace | None, int]:
     """One run; the same seed walks the same way. Returns the world, the finding, the steps."""
     chance = random.Random(seed)
     faults = dict(scenario.faults)
@@ -80,7 +68,7 @@ def walk(
         world.calm()
     except Found as found:
         rule = found.rule or world.broken_rule()
-        return world, Trace(seed, drawn, tuple(actions), calm, found, rule), len(actions)
+        return world, Trace(seed, drawn, tuple(actions), calm, found, rule, worlds), len(actions)
     return world, None, len(actions)
 
 
@@ -124,8 +112,8 @@ def explore(
     *,
     runs: int,
     first_seed: int = 0,
-    steps: int = 400,
-    worlds: Callable[[Scenario], World] = World,
+    steps: int = STEPS_MAX,
+    worlds: Worlds = World,
 ) -> Outcome:
     """Walk until something is found or the runs are used up."""
     outcome = Outcome()
@@ -138,33 +126,3 @@ def explore(
             outcome.trace = trace
             break
     return outcome
-
-
-def reproduces(scenario: Scenario, actions: Sequence[Action], *, name: str, calm: bool) -> bool:
-    """Whether these actions, as far as each is enabled, lead to a finding of that name."""
-    world = World(scenario)
-    try:
-        for action in actions:
-            if action in world.enabled():
-                world.step(action)
-        if calm:
-            world.calm()
-    except Found as found:
-        return found.name == name
-    return False
-
-
-def minimise(trace: Trace) -> Trace:
-    """Delta debugging (Zeller and Hildebrandt 2002): drop actions as long as the finding stays."""
-    actions, name = list(trace.actions), trace.found.name
-    size = max(1, len(actions) // 2)
-    while size:
-        start = 0
-        while start < len(actions):
-            fewer = actions[:start] + actions[start + size :]
-            if reproduces(trace.scenario, fewer, name=name, calm=trace.calm):
-                actions = fewer
-            else:
-                start += size
-        size //= 2
-    return attrs.evolve(trace, actions=tuple(actions))
