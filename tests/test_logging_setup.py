@@ -10,14 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import anyio
 import pytest
 import structlog
 
-from engine.store import StoreUnavailable
-from transport import logging_setup, scheduler_shell
+from transport import logging_setup
 from transport.logging_setup import CONTENT, trace_fields
-from transport.stores.memory import MemoryStore
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
@@ -134,34 +131,3 @@ def test_a_terminal_is_written_for_people(
     assert "count=3" in text
     assert "\x1b" not in text
     assert not text.startswith("{")
-
-
-class SealingStore(MemoryStore):
-    """A store whose sealing fails the first time and finds two parts the second."""
-
-    def __init__(self, ended: anyio.Event) -> None:
-        super().__init__()
-        self.calls = 0
-        self._ended = ended
-
-    def seal(self) -> int:
-        self.calls += 1
-        if self.calls == 1:
-            raise StoreUnavailable("no space left")
-        if self.calls == 3:
-            anyio.from_thread.run_sync(self._ended.set)
-        return 2
-
-
-@pytest.mark.anyio
-async def test_the_log_is_sealed_again_and_again_whatever_happens() -> None:
-    """A failure to seal is a line and no end; the next time comes."""
-    ended = anyio.Event()
-    store = SealingStore(ended)
-    with structlog.testing.capture_logs() as lines:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: scheduler_shell.keep_sealing(store, pause_seconds=0.0))
-            await ended.wait()
-            tasks.cancel_scope.cancel()
-    assert [line["event"] for line in lines][:2] == ["log_not_sealed", "log_sealed"]
-    assert lines[1]["parts"] == 2
