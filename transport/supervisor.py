@@ -223,8 +223,11 @@ class _Deployment:
         clean = True
         for scheduler in self.children[:1]:
             scheduler.signal_end()
-            with anyio.move_on_after(drain_seconds + LEAVE_SECONDS):
+            with anyio.move_on_after(drain_seconds + LEAVE_SECONDS) as patience:
                 await scheduler.settled.wait()
+            if patience.cancelled_caught:
+                self._complain(f"{scheduler.name} (process {scheduler.process.pid}) did not settle")
+                clean = False
         for engine in self.children[1:]:
             engine.signal_end()
         for group in (self.children[1:], self.children[:1]):
