@@ -20,6 +20,7 @@ from engine.model_config import ModelError
 from engine.store import StoreDamaged
 from engine.weights import load_model
 from lifecycle.events import Role
+from lifecycle.ids import Party
 from tests.bad_input import (
     POOL_PAGES,
     REQUESTS,
@@ -39,11 +40,12 @@ from tests.bad_input import (
     told_engines,
 )
 from tests.fake_engine import FakeEngine
+from tests.odd_messages import Drawer
 from tests.serving import Deployment, ask, deployment, details
 from tests.test_services import begin, rest, status_of
 from tests.test_store_full_disk import SmallDisk
 from tests.tiny import tiny_gguf, tiny_llama
-from transport import server
+from transport import codec, server
 from transport.cli import run as run_command
 from transport.engine_planes import fingerprint, page_layout
 from transport.pb import admin_pb2, fleet_pb2, log_pb2, pages_pb2, pages_pb2_grpc
@@ -413,6 +415,74 @@ async def test_an_engine_that_makes_no_sense_is_refused(model: Path, name: str) 
             fleet_pb2.ATTACH_REFUSAL_INCOMPATIBLE,
         }
         assert refused.message
+        await nothing_lost(here)
+
+
+def odd_item(draw: Drawer, party: Party, number: int, request: str) -> fleet_pb2.EngineItem | None:
+    """Something that can be decoded and makes no sense; None when this draw cannot be."""
+    item = fleet_pb2.EngineItem()
+    draw.fill(item)
+    match item.WhichOneof("item"):
+        case "proposal":
+            item.proposal.party.CopyFrom(codec.encode_party(party))
+            item.proposal.number = number
+            if number % 2:
+                item.proposal.request, item.proposal.attempt = request, 1
+            try:
+                codec.decode_proposal(item.proposal)
+            except (ValueError, codec.CodecError):
+                return None
+        case "tokens":
+            item.tokens.request = request
+            del item.tokens.logprobs[:], item.tokens.texts[:]
+            item.tokens.texts.extend("x" for _ in item.tokens.token_ids)
+        case "heartbeat":
+            pass
+        case _:
+            return None
+    return item
+
+
+async def test_well_formed_nonsense_from_an_engine_changes_nothing(
+    model: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Proposals and tokens of a stranger about a running request: dropped, and it is answered."""
+    sent_items = 0
+    async with deployment(model, pause_at=2) as here:
+        call, request = await begin(here, ask(new=6))
+        await here.decode.paused.wait()
+        draw = Drawer(7, (request, "decode", "prefill", "odd", "layout-a", "kv"))
+        for incarnation in range(1, 9):
+            odd = FakeEngine(Role.DECODE, here.address, name="odd", incarnation=incarnation)
+            stream = here.fleet.Connect()
+            hello = fleet_pb2.EngineItem(hello=odd.hello())
+            await stream.write(fleet_pb2.ConnectRequest(items=[hello]))
+            welcome = await stream.read()
+            assert isinstance(welcome, fleet_pb2.ConnectResponse)
+            epoch = welcome.items[0].welcome.epoch
+            items = [fleet_pb2.EngineItem(inventory=fleet_pb2.Inventory(epoch=epoch))]
+            for _ in range(80):
+                # A proposal out of order would be ignored, so they are numbered without a gap.
+                number = 1 + sum(item.HasField("proposal") for item in items)
+                item = odd_item(draw, odd.party, number, request)
+                items += [] if item is None else [item]
+            sent_items += len(items)
+            await stream.write(fleet_pb2.ConnectRequest(items=items))
+            # A question behind everything that was sent; then the next life takes over.
+            await here.admin.GetStatus(admin_pb2.GetStatusRequest())
+            stream.cancel()
+            await stream.code()
+        kinds = [type(s.entry.event).__name__ for s in here.store.tail(1)]
+        assert kinds.count("Dropped") > 0
+        said = f"{sent_items} items of an engine, {kinds.count('Dropped')} drops in the log"
+        record_property("summary", f"well-formed nonsense: {said}")
+        sane = FakeEngine(Role.DECODE, here.address, name="odd", incarnation=99)
+        here.tasks.start_soon(sane.run)
+        await sane.synced.wait()
+        here.decode.go_on()
+        answer = await rest(call)
+        assert answer[-1].outcome.attempts == 1
+        assert [t for step in answer for t in step.chunk.token_ids] == list(range(10, 16))
         await nothing_lost(here)
 
 
