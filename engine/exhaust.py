@@ -3,12 +3,17 @@
 Owns: the frontier, the keys seen, and the shortest trace to a finding.
 Must not know: what an action means.
 
+What is merged is said by `world_key` (numbers that only grow, names of pages, grants and requests)
+and by `Scenario.eager` (actions that do not wait: whatever they commute with is met in one order).
+A pinned number of states speaks of that abstraction; the explorer merges nothing.
+
 Keys are kept as their hashes, 64 bits each: two different states that hash alike would be taken
 for one, which at a million states has a chance of about one in ten million.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -28,9 +33,18 @@ class Exhausted:
     depth: int = 0
     ends: int = 0
     complete: bool = True
+    seconds: float = 0.0
     sometimes: Counter[str] = attrs.Factory(Counter)
     found: Found | None = None
     trace: tuple[Action, ...] = ()
+
+    def __str__(self) -> str:
+        """States, depth, ends and processor seconds in one line."""
+        whole = "" if self.complete else " (not complete)"
+        return (
+            f"{self.states} states{whole}, depth {self.depth}, {self.ends} ends, "
+            f"{self.seconds:.1f} s"
+        )
 
 
 def exhaust(
@@ -44,7 +58,13 @@ def exhaust(
     A state from which only repeats follow is an end: it must come to rest when it is left alone.
     """
     result = Exhausted()
-    first = worlds(scenario)
+    began = time.process_time()
+    _visit(worlds(scenario), result, states_max)
+    result.seconds = time.process_time() - began
+    return result
+
+
+def _visit(first: World, result: Exhausted, states_max: int) -> None:
     start = hash(first.key())
     seen = {start}
     parents: list[tuple[int, Action | None]] = [(-1, None)]
@@ -61,7 +81,7 @@ def exhaust(
                     result.found = found
                     result.trace = (*_path(parents, number), action)
                     result.states = len(seen)
-                    return result
+                    return
                 key = hash(child.key())
                 moved = moved or key != own
                 if key in seen:
@@ -78,15 +98,14 @@ def exhaust(
                     result.found = found
                     result.trace = _path(parents, number)
                     result.states = len(seen)
-                    return result
+                    return
             if len(seen) > states_max:
                 result.complete = False
                 result.states = len(seen)
-                return result
+                return
         frontier = following
         result.depth += bool(following)
     result.states = len(seen)
-    return result
 
 
 def _path(parents: list[tuple[int, Action | None]], number: int) -> tuple[Action, ...]:

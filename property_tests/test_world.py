@@ -7,7 +7,6 @@ from collections import Counter
 import attrs
 import pytest
 
-from engine.exhaust import exhaust
 from engine.explorer import explore, minimise, walk
 from engine.world import World
 from engine.world_values import FAULTS, Asked, Found, Scenario
@@ -173,69 +172,3 @@ def test_a_copy_is_independent_and_equal() -> None:
                 twin.step(action)
         assert before == world.key()
         world.step(world.enabled()[0])
-
-
-EAGER = frozenset({"connect", "answer", "down", "step", "retransmit"})
-ONE = Scenario(
-    asked=(Asked(5, 1),), prefill_pages=2, decode_pages=3, chunk_tokens=4, eager=EAGER | {"flush"}
-)
-"""One request over two writer ranks, each with a page to write."""
-
-TWO = attrs.evolve(ONE, asked=(Asked(3, 1), Asked(3, 1)), prefill_pages=1, decode_pages=2)
-"""Two requests that fit one after the other, so that pages change hands."""
-
-PINNED = {
-    "abort, lost messages": (attrs.evolve(ONE, faults={"cancel": 1, "lose": 1}), 4730, 24),
-    "abort, repeated messages": (
-        attrs.evolve(ONE, faults={"cancel": 1, "repeat": 1}),
-        8666,
-        24,
-    ),
-    "abort, doubt, late writes, deadlines": (
-        attrs.evolve(
-            ONE,
-            faults={"cancel": 1, "doubt": 1, "reland": 1, "tick": 2},
-            eager=ONE.eager | {"up"},
-        ),
-        3854,
-        19,
-    ),
-    "crash with a lost tail, abort": (
-        attrs.evolve(ONE, faults={"crash": 1, "cancel": 1}, eager=EAGER | {"up"}),
-        1239,
-        17,
-    ),
-    "two requests, abort": (attrs.evolve(TWO, faults={"cancel": 1}), 5374, 39),
-}
-"""Small worlds, their number of states and the longest shortest path: one request where two
-would be too many."""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", PINNED)
-def test_small_worlds_are_exhausted(name: str) -> None:
-    """Every state of a small world is visited, nothing is found, and their number is known."""
-    scenario, states, depth = PINNED[name]
-    result = exhaust(scenario)
-    print(f"{name}: {result.states} states, depth {result.depth}, {result.ends} ends")
-    assert result.found is None, f"{result.found} after {result.trace}"
-    assert result.complete
-    assert (states, depth) == (result.states, result.depth)
-
-
-def test_the_smallest_world_is_exhausted() -> None:
-    """A world without faults but with every order of writes and reports, exhausted at once."""
-    result = exhaust(ONE)
-    assert result.found is None
-    assert (result.states, result.depth) == (163, 22)
-
-
-def test_exhaustion_finds_a_shortest_trace() -> None:
-    """Breadth first, a mutant is found by a trace that no other one undercuts."""
-    mutant = next(m for m in MUTANTS if m.name == "double-release")
-    scenario = attrs.evolve(ONE, decode=mutant.scenario.decode)
-    result = exhaust(scenario)
-    assert result.found is not None
-    assert result.found.name == "allocator"
-    assert 0 < len(result.trace) <= 22
