@@ -41,9 +41,17 @@ class Outcome:
 
 
 def walk(
-    scenario: Scenario, seed: int, *, steps: int = STEPS_MAX, worlds: Worlds = World
+    scenario: Scenario,
+    seed: int,
+    *,
+    steps: int = STEPS_MAX,
+    worlds: Worlds = World,
+    taken: list[Action] | None = None,
 ) -> tuple[Any, Trace | None, int]:
-    """One run; the same seed walks the same way. Returns the world, the finding, the steps."""
+    """One run; the same seed walks the same way. Returns the world, the finding, the steps.
+
+    `taken` is filled with the actions of the run, whether or not it finds anything.
+    """
     chance = random.Random(seed)
     faults = dict(scenario.faults)
     if seed % 2:
@@ -52,7 +60,7 @@ def walk(
                 faults[kind] = 0
     drawn = attrs.evolve(scenario, faults=faults)
     world = worlds(drawn)
-    actions: list[Action] = []
+    actions: list[Action] = [] if taken is None else taken
     calm = False
     weight = chance.choice((0.3, 0.1, 0.03, 0.01))
     paces: dict[tuple[object, ...], float] | None = {} if seed % 4 > 1 else None

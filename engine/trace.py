@@ -66,6 +66,7 @@ class TraceFile:
 
     `finding` and `rule` are what is expected; both are empty where nothing may be found.
     `mutant` names the changed code with which it was made; empty is the product's own.
+    `adapter` names the code (`module:factory`) that drives somebody else's engine.
     `eager` names kinds of actions that happen by themselves, as soon as they can, after each.
     """
 
@@ -78,6 +79,7 @@ class TraceFile:
     seed: int = 0
     title: str = ""
     eager: frozenset[str] = frozenset()
+    adapter: str = ""
 
 
 @attrs.frozen
@@ -181,7 +183,7 @@ def name_actions(
     return tuple(names)
 
 
-def record(trace: Trace, *, mutant: str = "", title: str = "") -> TraceFile:
+def record(trace: Trace, *, mutant: str = "", adapter: str = "", title: str = "") -> TraceFile:
     """The trace as a file; `mutant` names the code in its scenario, if it is not the product's."""
     return TraceFile(
         scenario=trace.scenario,
@@ -191,6 +193,7 @@ def record(trace: Trace, *, mutant: str = "", title: str = "") -> TraceFile:
         finding=trace.found.name,
         rule=trace.rule,
         mutant=mutant,
+        adapter=adapter,
         seed=trace.seed,
         title=title or trace.found.message,
     )
@@ -228,7 +231,8 @@ def dumps(file: TraceFile) -> str:
     }
     faults = scenario.pop("faults")
     lines = [MAGIC, f"version = {VERSION}", f"title = {_value(file.title)}"]
-    lines += [f"seed = {file.seed}", f"mutant = {_value(file.mutant)}", ""]
+    lines += [f"seed = {file.seed}", f"mutant = {_value(file.mutant)}"]
+    lines += [f"adapter = {_value(file.adapter)}", ""]
     lines += ["[expected]", f"finding = {_value(file.finding)}", f"rule = {_value(file.rule)}", ""]
     lines += ["[scenario]", *(f"{name} = {_value(value)}" for name, value in scenario.items())]
     lines += ["", "[scenario.faults]", *(f"{_value(k)} = {v}" for k, v in faults.items() if v)]
@@ -251,7 +255,8 @@ def loads(text: str) -> TraceFile:
         raise TraceError("format", f"must be {FORMAT!r}, not {data.get('format')!r}")
     if data.get("version") != VERSION:
         raise TraceError("version", f"must be {VERSION}, not {data.get('version')!r}")
-    known = {"format", "version", "title", "seed", "mutant", "expected", "scenario", "trace"}
+    known = {"format", "version", "title", "seed", "mutant", "adapter"}
+    known |= {"expected", "scenario", "trace"}
     _refuse_unknown("file", data, known)
     expected, trace = _table(data, "expected"), _table(data, "trace")
     _refuse_unknown("expected", expected, {"finding", "rule"})
@@ -264,6 +269,7 @@ def loads(text: str) -> TraceFile:
         finding=_get(expected, "expected", "finding", str, ""),
         rule=_get(expected, "expected", "rule", str, ""),
         mutant=_get(data, "file", "mutant", str, ""),
+        adapter=_get(data, "file", "adapter", str, ""),
         seed=_get(data, "file", "seed", int, 0),
         title=_get(data, "file", "title", str, ""),
     )

@@ -20,6 +20,7 @@ from transport import (
     commands_chat,
     commands_config,
     commands_credentials,
+    commands_fuzz,
     commands_log,
     commands_run,
     commands_use,
@@ -59,6 +60,7 @@ for verb in (
     commands_use.status,
     commands_use.health,
     commands_log.replay,
+    commands_fuzz.fuzz,
     commands_use.version,
 ):
     app.command(verb)

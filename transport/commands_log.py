@@ -240,16 +240,22 @@ def _whole(
 
 
 def replay(file: Path, /, *, json: Json = False) -> int:
-    """Replay a log against every rule; exits 0 clean, 1 violations, 5 unreadable or incomplete.
+    """Replay a log or a trace against every rule; exits 0 clean, 1 violations, 5 unreadable.
 
     Parameters
     ----------
     file
-        JSON Lines, a segment file, or a folder of segment files; "-" reads JSON Lines
-        from standard input.
+        JSON Lines, a segment file, a folder of segment files, or a trace of a search;
+        "-" reads JSON Lines from standard input.
     json
         Print one JSON document.
     """
+    from transport.fuzz_files import is_trace
+
+    if not is_standard(file) and is_trace(file):
+        from transport.fuzz_replay import replay_trace
+
+        return replay_trace(file, json=json)
     from lifecycle.replay import replay as replay_entries
     from transport import render
     from transport.jsonlines import read_jsonlines, read_log

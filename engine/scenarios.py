@@ -1,0 +1,108 @@
+"""The worlds that are searched when nobody names others.
+
+Owns: the scenarios, by name; large ones for the walk and small ones to be exhausted.
+Must not know: what is looked for in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import attrs
+
+from engine.world_values import Asked, Scenario
+
+FAULTS = MappingProxyType(
+    {
+        "lose": 2,
+        "repeat": 2,
+        "swap": 2,
+        "break": 1,
+        "crash": 2,
+        "process-crash": 1,
+        "cancel": 2,
+        "tick": 2,
+        "doubt": 1,
+        "hang": 1,
+        "fail": 1,
+        "reland": 2,
+        "restart": 1,
+        "declare-lost": 1,
+        "step-fails": 1,
+    }
+)
+CROWDED = Scenario(
+    asked=(Asked(4, 2), Asked(5, 2), Asked(5, 1), Asked(1, 3), Asked(4, 2)),
+    decode_pages=6,
+    faults=dict(FAULTS),
+)
+"""More than fits at once, so that pages change hands: two writer ranks, one decode engine."""
+
+SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
+    {
+        "crowded": CROWDED,
+        "placing": attrs.evolve(CROWDED, placing=True),
+        "four pages": attrs.evolve(CROWDED, decode_pages=4),
+        "one rank": attrs.evolve(CROWDED, ranks=1, staging=1),
+        "tight": attrs.evolve(CROWDED, placing=True, decode_pages=3, chunk_tokens=8),
+        "growing": attrs.evolve(
+            CROWDED,
+            asked=(Asked(2, 5), Asked(2, 5), Asked(2, 5)),
+            decode_pages=5,
+            growth_tokens=2,
+            attempts_max=3,
+        ),
+        "lying plane": attrs.evolve(CROWDED, faults={**FAULTS, "lie": 2}),
+        "cancels": attrs.evolve(CROWDED, faults={"cancel": 3, "lose": 1, "repeat": 1}),
+        "lost engines": attrs.evolve(CROWDED, faults={"restart": 2, "declare-lost": 1, "break": 3}),
+    }
+)
+"""What a walk visits in turn; their number is odd, so that each meets every mode of a seed."""
+
+EAGER = frozenset({"connect", "answer", "down", "step", "retransmit"})
+"""Streams to engines are instant, and idle engines compute at once."""
+AT_ONCE = EAGER | {"up"}
+"""Streams from engines, too."""
+ONE = Scenario(
+    asked=(Asked(5, 1),), prefill_pages=2, decode_pages=3, chunk_tokens=4, eager=EAGER | {"flush"}
+)
+"""One request over two writer ranks, each with a page to write."""
+TURNS = attrs.evolve(ONE, asked=(Asked(3, 1), Asked(3, 1)), prefill_pages=1, decode_pages=2)
+"""Two requests that fit one after the other, so that pages change hands."""
+PAIR = Scenario(asked=(Asked(3, 1), Asked(3, 1)), ranks=1, staging=2, eager=EAGER)
+"""Two requests beside each other on one prefill and one decode engine with four pages."""
+NARROW = attrs.evolve(PAIR, prefill_pages=2, staging=1)
+
+SMALL: Mapping[str, Scenario] = MappingProxyType(
+    {
+        "no fault": ONE,
+        "two requests, four pages, abort": attrs.evolve(PAIR, faults={"cancel": 1}),
+        "two writers, two attempts; lost, repeated, overtaken proposals": attrs.evolve(
+            ONE, faults={"lose": 1, "repeat": 1, "swap": 1, "step-fails": 1}
+        ),
+        "two requests, the scheduler crashes and loses its log's tail": attrs.evolve(
+            NARROW, faults={"crash": 1}
+        ),
+        "two requests, an engine restarts": attrs.evolve(
+            NARROW, eager=EAGER | {"flush"}, faults={"restart": 1}
+        ),
+        "two requests, the scheduler crashes and an engine restarts": attrs.evolve(
+            NARROW, eager=AT_ONCE, faults={"crash": 1, "restart": 1}
+        ),
+        "two requests in turn over two writers, abort": attrs.evolve(TURNS, faults={"cancel": 1}),
+        "abort, doubt, late writes, deadlines": attrs.evolve(
+            ONE,
+            faults={"cancel": 1, "doubt": 1, "reland": 1, "tick": 2},
+            eager=AT_ONCE | {"flush"},
+        ),
+    }
+)
+"""Small enough to visit every state within a minute each."""
+
+
+def of_seed(seed: int) -> tuple[str, Scenario]:
+    """The scenario of a run: a function of its seed alone."""
+    names = tuple(SCENARIOS)
+    name = names[seed % len(names)]
+    return name, SCENARIOS[name]
