@@ -101,7 +101,8 @@ async def knock(channel: grpc.aio.Channel, method: str, metadata: Any) -> grpc.S
     """Send one empty message to a method; OK stands for any first answer."""
     # One message in the call's first batch: a stream's write may race the refusal, and then the
     # library makes up a status of its own.
-    call: Any = channel.unary_stream(method)(b"", metadata=metadata)
+    knocker: Any = channel.unary_stream(method)
+    call = knocker(b"", metadata=metadata)
     try:
         answer = await call.read()
     except grpc.aio.AioRpcError as error:
