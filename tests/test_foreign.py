@@ -141,9 +141,9 @@ BEGIN = {
     "event": "Resumed",
     "fields": {"epoch": 1, "last_position": 0},
 }
-NUMBERS = {"prompt_tokens": 1, "new_tokens_max": 1, "context_tokens": 8, "capacity_tokens": 0}
+NUMBERS = {"prompt_tokens": 8, "new_tokens_max": 1, "context_tokens": 16, "capacity_tokens": 4}
 REST: dict[str, dict[str, Any]] = {
-    "Rejected": {**NUMBERS, "tenant": "", "fleet_position": 0},
+    "Rejected": {**NUMBERS, "tenant": "", "fleet_position": 1},
     "Finished": {
         "first_token_ns": 1,
         "digest": "",
