@@ -223,13 +223,17 @@ def _value(value: object) -> str:
 
 
 def dumps(file: TraceFile) -> str:
-    """The file's text; the same trace is the same text."""
+    """The file's text; the same trace is the same text. What a scenario leaves as usual is not
+    written, so that a file outlives the settings that are added after it.
+    """
+    usual = Scenario()
     scenario = {
         field.name: getattr(file.scenario, field.name)
         for field in attrs.fields(Scenario)
         if field.name not in CODE_FIELDS
     }
     faults = scenario.pop("faults")
+    scenario = {k: v for k, v in scenario.items() if k == "asked" or v != getattr(usual, k)}
     lines = [MAGIC, f"version = {VERSION}", f"title = {_value(file.title)}"]
     lines += [f"seed = {file.seed}", f"mutant = {_value(file.mutant)}"]
     lines += [f"adapter = {_value(file.adapter)}", ""]

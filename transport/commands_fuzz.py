@@ -78,6 +78,7 @@ def fuzz(
         Replay this trace, as `custody replay` does.
     corpus
         Folder of traces: all are replayed first, and what is found or reached anew is added.
+        With --mutants: the shortest trace of each is written there under its name.
     adapter
         Search somebody else's engine, named as module:factory.
     junit
@@ -94,7 +95,7 @@ def fuzz(
         return replay_trace(replay, json=json)
     first = secrets.randbits(SEED_BITS) if seed is None else seed
     if mutants:
-        return _hunt(names, trials, 0 if seed is None else seed, runs, jobs, junit, json=json)
+        return _hunt(names, trials, seed or 0, runs, jobs, corpus, junit, json=json)
     if exhaustive:
         return _exhaust(corpus, junit, json=json)
     from transport.fuzz_values import PROFILES, Settings
@@ -288,10 +289,12 @@ def _hunt(
     seed: int,
     runs: int | None,
     jobs: int,
+    corpus: Path | None,
     junit: Path | None,
     *,
     json: bool,
 ) -> int:
+    from transport.fuzz_files import write_named
     from transport.fuzz_mutants import HEAD, RUNS_MAX, cells, hunts, row_object
     from transport.fuzz_report import Case, write_junit
 
@@ -306,6 +309,8 @@ def _hunt(
             progress=lambda name: live(f"hunting {name}"),
         ):
             rows.append(row)
+            if corpus is not None and row.shortest is not None:
+                write_named(corpus, row.name, row.shortest.small)
             if not sys.stderr.isatty():
                 note(f"{row.name}: {row.found} of {len(row.trials)}")
     if json:

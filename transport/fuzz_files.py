@@ -57,9 +57,18 @@ def file_name(kind: str, file: TraceFile) -> str:
 
 
 def write_trace(folder: Path, kind: str, file: TraceFile) -> Path:
-    """Write one file, whole or not at all; the same trace is the same file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / file_name(kind, file)
+    """Write one file, named after its content; the same trace is the same file."""
+    return _write(folder / file_name(kind, file), file)
+
+
+def write_named(folder: Path, name: str, file: TraceFile) -> Path:
+    """Write one file under a name of its own, over what was there."""
+    return _write(folder / f"{name}{SUFFIX}", file)
+
+
+def _write(path: Path, file: TraceFile) -> Path:
+    """A file is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     draft.write_text(dumps(file), encoding="utf-8")
     draft.replace(path)

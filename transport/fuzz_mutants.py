@@ -61,8 +61,9 @@ class Row:
 
     @property
     def shortest(self) -> Finding | None:
-        """The finding with the shortest trace."""
-        found = [trial.finding for trial in self.trials if trial.finding is not None]
+        """The finding with the shortest trace, of those that were foretold if there are any."""
+        foretold = [t.finding for t in self.trials if t.finding is not None and t.expected]
+        found = foretold or [t.finding for t in self.trials if t.finding is not None]
         return min(found, key=lambda one: (len(one.small.actions), one.seed), default=None)
 
     @property
