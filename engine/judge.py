@@ -6,6 +6,8 @@ Must not know: whose turn it is; that is the `scheduler`'s.
 
 from __future__ import annotations
 
+import attrs
+
 from engine.effects import Answer
 from engine.sequencer import Sequencer
 from lifecycle.decide import Fail, Lose
@@ -22,6 +24,9 @@ from lifecycle.events import (
 from lifecycle.ids import EngineId
 from lifecycle.state import OPEN, Phase, RequestState, Violation
 
+MESSAGE_CHARACTERS_MAX = 1_000
+"""What the log keeps of an engine's words about its failure; they are for people."""
+
 
 class Judge(Sequencer):
     """A sequencer that hears engines."""
@@ -35,16 +40,17 @@ class Judge(Sequencer):
         first = self._repeat(proposal)
         if first is not None:
             return Answer(party, number, first)
-        if isinstance(body, Finished) and state.phase is Phase.DECODING:
-            relay = self.relays.get(proposal.request)
-            if relay is not None and relay.held < body.tokens:
-                # The tokens that it counts are still on their way; the engine repeats both.
-                return None
         by = ByEngine(party, number)
         entry = Entry(proposal.request, state.sequence, proposal.attempt, by, self.now_ns, body)
         violation = self.log.check(entry)
         if violation is not None:
+            # What can never be taken does not wait, or it would hold up all that follows it.
             return self._drop(proposal, violation)
+        if isinstance(body, Finished):
+            relay = self.relays.get(proposal.request)
+            if relay is not None and relay.held < body.tokens:
+                # The tokens that it counts are still on their way; the engine repeats both.
+                return None
         position = self._append(proposal.request, proposal.attempt, body, by)
         return Answer(party, number, position)
 
@@ -54,6 +60,8 @@ class Judge(Sequencer):
         life = self.log.fleet.life(party.engine, party.incarnation)
         alive = life is not None and life.lost is None
         before = self.position
+        if len(failed.message) > MESSAGE_CHARACTERS_MAX:
+            failed = attrs.evolve(failed, message=failed.message[:MESSAGE_CHARACTERS_MAX])
         if concerned and alive and state.attempt == proposal.attempt and state.phase in OPEN:
             relays = tuple((name, len(r.tokens)) for name, r in self.relays.items())
             relayed = dict(relays).get(proposal.request, state.relayed)

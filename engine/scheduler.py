@@ -254,7 +254,10 @@ class Scheduler(Judge):
         texts: tuple[str, ...],
         logprobs: tuple[float, ...],
     ) -> list[SchedulerEffect]:
-        """Relay the next tokens, only while this attempt decodes; repeats and gaps are ignored."""
+        """Relay the next tokens, only while this attempt decodes; repeats and gaps are ignored.
+
+        Tokens beyond what was admitted are cut off: no engine can fill this memory without end.
+        """
         state = self.log.state(request)
         relay = self.relays.get(request)
         if relay is None or state.phase is not Phase.DECODING or state.attempt != attempt:
@@ -264,11 +267,14 @@ class Scheduler(Judge):
         known = relay.held - first
         if known < 0 or known >= len(tokens):
             return []
-        fresh = tokens[known:]
+        last = state.admitted.new_tokens_max - first
+        fresh = tokens[known:last]
+        if not fresh:
+            return []
         start = len(relay.tokens)
         relay.tokens.extend(fresh)
         relay.held += len(fresh)
-        return [TellTokens(request, start, fresh, texts[known:], logprobs[known:])]
+        return [TellTokens(request, start, fresh, texts[known:last], logprobs[known:last])]
 
     def acknowledge(self, party: Party, position: int) -> None:
         """The rank has taken in everything published up to here."""

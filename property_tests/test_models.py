@@ -32,7 +32,8 @@ def log(number: int) -> Entries:
     by_hand = (hand.second_decoding, hand.closed, hand.turned_away)
     if number < len(by_hand):
         return by_hand[number](hand.Log()).entries
-    return walk(SCENARIOS[number % len(SCENARIOS)], number)[0].stored
+    entries: Entries = walk(SCENARIOS[number % len(SCENARIOS)], number)[0].stored
+    return entries
 
 
 CAPACITY = {"capacity-proved", "compatible-legs", "incarnation-fences"}

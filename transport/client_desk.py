@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 KEYS_MAX = 4096
 """Idempotency keys that are remembered after their requests have been answered."""
 
+TOKEN_CHARACTERS_MAX = 1 << 16
+"""Text that may come with one token: what a stop string held back comes with a later one."""
+
 _log = structlog.get_logger("custody.clients")
 
 
@@ -196,6 +199,10 @@ class ClientDesk:
             raise ValueError(
                 f"{len(tokens)} tokens came with {len(texts)} texts and {len(logprobs)} logprobs"
             )
+        longest = max(map(len, texts), default=0)
+        if longest > TOKEN_CHARACTERS_MAX:
+            limit = TOKEN_CHARACTERS_MAX
+            raise ValueError(f"the text of a token has {longest} characters, the limit is {limit}")
         core = self.owner.core
         request = RequestId(batch.request)
         effects = core.tokens(
