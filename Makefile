@@ -152,10 +152,18 @@ fast-tests: $(INSTALL_STAMP) ## Tests that need neither the model nor processes
 	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests property_tests \
 	    -m 'not slow and not model and not process and not clients'
 
+FUZZ_SECONDS ?= 60
+FUZZ_JOBS ?= 1
+
 .PHONY: fuzz
-fuzz: $(INSTALL_STAMP) ## Random properties: prints seed and blob of what it finds
+fuzz: $(INSTALL_STAMP) ## Random search, bounded (FUZZ_SECONDS, FUZZ_JOBS): prints how to repeat what it finds
+	$(say) "Fuzz: $(FUZZ_SECONDS) seconds of walks through small worlds"
+	@$(BIN)/custody fuzz --seconds "$(FUZZ_SECONDS)" --jobs "$(FUZZ_JOBS)" --corpus .cache/fuzz
 	$(say) "Fuzz: pytest property_tests with random examples"
-	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest property_tests --timeout=600
+	@HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest property_tests -m 'not slow' --timeout=600 || { \
+	    echo "To repeat it: put the printed @reproduce_failure line above that test, or replay the trace that it names."; \
+	    exit 1; \
+	}
 
 .PHONY: format
 format: $(INSTALL_STAMP) ## Format the code and apply safe lint fixes

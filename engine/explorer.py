@@ -24,6 +24,8 @@ from engine.world_values import FAULTS, Action, Found, Scenario
 __all__ = ["Outcome", "Trace", "explore", "minimise", "walk"]
 
 FAULT_KINDS = frozenset(FAULTS)
+FOREIGN_FAULT = "fault:"
+"""How the names of an adapted engine's faults begin."""
 STEPS_MAX = 400
 """Steps of one run, unless it is given another number."""
 PACES = (1.0, 1.0, 0.1, 0.01)
@@ -90,10 +92,10 @@ def _draw(
 
     `paces` keeps how fast each actor is in this run; without it all are alike.
     """
-    common = [a for a in possible if a[0] not in FAULT_KINDS]
+    common = [a for a in possible if a[0] not in FAULT_KINDS and a[0][:6] != FOREIGN_FAULT]
     if common and chance.random() > weight:
         return _paced(chance, common, paces)
-    kinds = sorted({a[0] for a in possible if a[0] in FAULT_KINDS})
+    kinds = sorted({a[0] for a in possible} - {a[0] for a in common})
     if not kinds:
         return _paced(chance, common, paces)
     kind = chance.choice(kinds)
