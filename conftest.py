@@ -5,8 +5,10 @@ Must not know: any module under test.
 """
 
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio.lowlevel
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -41,6 +43,16 @@ settings.load_profile(
 def anyio_backend() -> str:
     """Async tests run on asyncio alone, because the gRPC library needs it."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+async def one_event_loop(anyio_backend: str) -> AsyncIterator[str]:
+    """All async tests share one loop: the gRPC library's poller outlives the loop of a test.
+
+    A fixture that waits keeps its loop until its end, which is the session's.
+    """
+    yield anyio_backend
+    await anyio.lowlevel.checkpoint()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, MutableMapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -47,7 +47,7 @@ def configure_structlog() -> None:
     structlog.configure(
         processors=[*_shared(), _last()],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(_ERRORS),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _ERRORS)),
     )
 
 
