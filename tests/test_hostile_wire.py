@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
+import grpc
 import pytest
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
 
 from engine.judge import MESSAGE_CHARACTERS_MAX
 from engine.scheduler import ANSWERS_KEPT
@@ -39,11 +43,13 @@ from lifecycle.rules import RULES
 from tests.bad_input import nothing_lost
 from tests.driver import DECODE, PREFILL, Driver, Sizes
 from tests.fake_engine import FakeEngine
-from tests.serving import ask, deployment
+from tests.odd_messages import Drawer
+from tests.serving import Deployment, ask, deployment, details
 from tests.test_services import begin, rest
 from tests.tiny import tiny_llama
 from transport import codec
 from transport.client_desk import TOKEN_CHARACTERS_MAX
+from transport.pb import admin_pb2, generation_pb2, log_pb2
 from transport.pb import fleet_pb2 as pb
 
 LIAR = Party(EngineId("liar"), 1, 0)
@@ -316,4 +322,56 @@ async def test_what_breaks_the_order_ends_the_stream_with_a_reason(model: Path, 
         sane = FakeEngine(Role.DECODE, here.address, name="liar", incarnation=2)
         here.tasks.start_soon(sane.run)
         await sane.synced.wait()
+        await nothing_lost(here)
+
+
+Code = grpc.StatusCode
+FAULTS_OF_OURS = {Code.UNKNOWN, Code.INTERNAL, Code.UNIMPLEMENTED, Code.DATA_LOSS}
+ENDS_EVERYTHING = {"DrainScheduler"}
+METHODS = [
+    method
+    for module in (admin_pb2, log_pb2, generation_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if method.name not in ENDS_EVERYTHING
+]
+"""Every method of the scheduler that others than engines call."""
+
+
+async def ended_with(
+    here: Deployment, method: MethodDescriptor, request: Message
+) -> grpc.StatusCode:
+    """The status of a call, whatever it answers; a refusal says who refuses and why."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    # On the wire a single message is a stream of one.
+    callable_: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = here.channel.stream_stream(path)
+    call = callable_()
+    await call.write(request.SerializeToString())
+    await call.done_writing()
+    error: grpc.aio.AioRpcError | None = None
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as caught:
+        error = caught
+    if error is not None and error.code() not in FAULTS_OF_OURS:
+        assert details(error)[0].domain == "custody", error
+    return await call.code()
+
+
+@pytest.mark.anyio
+async def test_well_formed_nonsense_on_every_method_has_a_typed_answer(model: Path) -> None:
+    """Status codes that name the caller's fault, with their details; the deployment serves on."""
+    codes: Counter[grpc.StatusCode] = Counter()
+    async with deployment(model) as here:
+        draw = Drawer(11, ("odd", "layout-a"))
+        for method in METHODS:
+            for _ in range(25):
+                request = message_factory.GetMessageClass(method.input_type)()
+                draw.fill(request)
+                if isinstance(request, log_pb2.TailRequest):
+                    request.follow = False
+                codes[await ended_with(here, method, request)] += 1
+        assert not FAULTS_OF_OURS & set(codes), codes
+        assert codes[Code.INVALID_ARGUMENT] > 0
         await nothing_lost(here)
