@@ -258,6 +258,8 @@ class DecodeCore(EngineCore[DecodeJob]):
         grants = [g for g in state.current(Purpose.DESTINATION) if g.id.owner == self.party]
         if job.verifying or not grants or any(g.undrained for g in grants):
             return
+        if len(grants) < len(job.reserved):
+            return
         writes = tuple(
             (g.reserved, w.transfer.tokens, w.transfer.pages, w.transfer.digest)
             for g in grants

@@ -315,6 +315,9 @@ class PrefillCore(EngineCore[PrefillJob]):
         destinations = state.current(Purpose.DESTINATION)
         if source is None or not destinations or self.touched(job.request):
             return
+        if state.admitted is None or len(destinations) < state.admitted.destinations:
+            # Another rank, or another kind of state, is still to be reserved and written.
+            return
         if all(self.party not in g.undrained for g in destinations):
             self._release(state, source)
 

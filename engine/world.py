@@ -16,9 +16,10 @@ from engine.core import LogDivergedError
 from engine.effects import DecodeSlice, Payload, Post, PrefillSlice, Publish, Step
 from engine.prefill import Posted
 from engine.sequencer import SequencerError
-from engine.world_memory import count_reads
+from engine.world_kinds import kinds_of
+from engine.world_memory import Write, count_reads
 from engine.world_options import Key, Options
-from engine.world_values import Action, Client, Found, Tokens
+from engine.world_values import EYES, Action, Client, Found, Tokens
 from lifecycle.events import (
     Cause,
     Failed,
@@ -54,12 +55,16 @@ class World(Options):
         try:
             getattr(self, "_do_" + name.replace("-", "_"))(*whom)
             self.check()
+        except Found as found:
+            self.hint = self.hint or EYES.get(found.name, "")
+            raise
         except SequencerError as error:
             rule = error.violation.rule
             raise Found("sequencer", str(error), rule=rule) from error
         except LogDivergedError as error:
             raise Found("log-diverged", str(error), rule=error.rule) from error
         except AllocatorError as error:
+            self.hint = EYES["allocator"]
             raise Found("allocator", str(error)) from error
 
     def _do_submit(self) -> None:
@@ -205,7 +210,12 @@ class World(Options):
     def _read(
         self, party: Party, part: DecodeSlice, count: int, wrong: dict[RequestId, int]
     ) -> None:
-        page = self.memory.read(self.cores[party], part, count)
+        core = self.cores[party]
+        admitted = core.log.state(part.request).admitted
+        if self.scenario.kinds > 1 and admitted is not None:
+            kinds = kinds_of(self.scenario.kinds)[1:]
+            self.memory.read_kinds(core, part, admitted.prompt_tokens - 1, kinds)
+        page = self.memory.read(core, part, count)
         if page is not None:
             if not self.scenario.faults.get("lie"):
                 raise Found("isolation", f"{part.request}: page {page} bears a foreign header")
@@ -299,8 +309,27 @@ class World(Options):
             self.sometimes["landed-after-end"] += 1
         if write.orphan:
             self.sometimes["landed-from-a-dead-writer"] += 1
-        self.memory.land(owner, write)
+        if self.layout(write.party) != self.layout(post.grant.owner):
+            raise Found("wrong-offset", f"ticket {ticket} is laid out as {self.layout(party)}")
+        try:
+            self.memory.land(owner, write)
+        except Found as found:
+            if found.name == "late-write":
+                self.hint = self._late(write)
+            raise
         self.writes[(party, ticket)] = attrs.evolve(write, landed=write.landed + 1)
+
+    def _late(self, write: Write) -> str:
+        """The rule that a write breaks which lands too late, where the log itself is clean."""
+        post = write.post
+        state = self.scheduler.log.state(post.request)
+        grant = state.grant(post.grant)
+        owner = self.cores.get(post.grant.owner)
+        if owner is None:
+            return "incarnation-fences"
+        if grant is None:
+            return "acted-after-logged"
+        return "drained-is-final" if write.party in grant.drained else "quiet-after-end"
 
     def _do_reland(self, party: Party, ticket: int) -> None:
         self._do_land(party, ticket)

@@ -10,7 +10,7 @@ from typing import Self
 
 from engine.world_memory import numbers
 from engine.world_shells import PREFILL, Shells
-from engine.world_values import Action, Found
+from engine.world_values import EYES, Action, Found
 from lifecycle.events import Aborted, Finished, Rejected
 from lifecycle.history import History
 from lifecycle.ids import Party, RequestId, mask_of
@@ -70,9 +70,9 @@ class Checks(Shells):
                 )
 
     def broken_rule(self) -> str:
-        """The first rule that the log breaks, or nothing."""
+        """The first rule that the log breaks, or the one that the last oracle watches."""
         findings = replay(self.stored).findings
-        return findings[0].violation.rule if findings else ""
+        return findings[0].violation.rule if findings else self.hint
 
     def logged_outcome(self, request: RequestId) -> object:
         """What the log says that the client was told."""
@@ -85,6 +85,13 @@ class Checks(Shells):
 
     def calm(self) -> None:
         """No more faults: let everything come to rest, and see that nothing is left over."""
+        try:
+            self._calm()
+        except Found as found:
+            self.hint = self.hint or EYES.get(found.name, "")
+            raise
+
+    def _calm(self) -> None:
         self.budget = dict.fromkeys(self.budget, 0)
         self.asked = len(self.scenario.asked)
         idle_rounds = 0

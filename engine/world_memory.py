@@ -201,6 +201,19 @@ class Memory:
                 raise Found("observed-foreign", f"{part.request} reads {cell.tokens}, not {want}")
         return None
 
+    def read_kinds(self, core: Core, part: DecodeSlice, count: int, kinds: Iterable[str]) -> None:
+        """A decode step reads the prompt's other kinds of state, which bear no page headers."""
+        want = expected(part.request, part.attempt, 0, count)
+        for kind in kinds:
+            have: tuple[Taint, ...] = ()
+            for holding in core.holdings.values():
+                mine = (holding.request, holding.attempt) == (part.request, part.attempt)
+                if mine and holding.reserved.kind == kind:
+                    cells = (self.pools[core.party][p] for p in numbers(holding.reserved.pages))
+                    have = tuple(t for c in cells if c is not None for t in c.tokens)[:count]
+            if have != want:
+                raise Found("observed-foreign", f"{part.request} reads {have} as its {kind}")
+
     def append(self, core: Core, part: DecodeSlice) -> None:
         """A decode step has written the token that it ran."""
         size, pool = self.page_tokens, self.pools[core.party]

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from engine.world_key import Keyed
 from engine.world_memory import Write
-from engine.world_values import Action
+from engine.world_values import FAULTS, Action
 from lifecycle.ids import Party
 from lifecycle.state import LIVE, OPEN
 
 Key = tuple[Party, int]
 """A write: its writer and its ticket."""
+
+
+IDLE = frozenset({*FAULTS, "retransmit"})
+"""What nobody waits for before something slow happens."""
 
 
 class Options(Keyed):
@@ -40,8 +44,17 @@ class Options(Keyed):
             self._enabled_write(key, write, out)
         if self.durable < len(self.stored):
             out.append(("flush",))
+        if self.scenario.slow:
+            out = self._in_haste(out)
         self._enabled_faults(out)
         return tuple(out)
+
+    def _in_haste(self, actions: list[Action]) -> list[Action]:
+        """Without what is slow, as long as anything else can happen."""
+        slow = self.scenario.slow
+        if all(action[0] in slow or action[0] in IDLE for action in actions):
+            return actions
+        return [action for action in actions if action[0] not in slow]
 
     def _may(self, fault: str) -> bool:
         return self.budget.get(fault, 0) > 0

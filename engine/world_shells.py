@@ -34,6 +34,7 @@ from engine.effects import (
 )
 from engine.prefill import PrefillCore
 from engine.scheduler import RefusedEngineError, Scheduler
+from engine.world_kinds import Gathers, Manifests, with_kinds
 from engine.world_memory import Memory, Write
 from engine.world_values import Client, Core, Found, Mint, Scenario, Tokens
 from lifecycle.decide import Limits
@@ -83,6 +84,7 @@ class Shells:
         self.must_leave: frozenset[EngineId] = frozenset()
         self.budget = dict(scenario.faults)
         self.asked = 0
+        self.hint = ""
         self.sometimes: Counter[str] = Counter()
         self.scheduler = self._new_scheduler()
         self.perform(self.scheduler.resume((), self.now))
@@ -100,7 +102,8 @@ class Shells:
             attempts_max=self.scenario.attempts_max,
             settle_ns=10,
         )
-        return self.scenario.scheduler(limits=limits, epoch=self.epoch, digest=cheap_digest)
+        made = with_kinds(self.scenario.scheduler, Manifests, self.scenario.kinds)
+        return made(limits=limits, epoch=self.epoch, digest=cheap_digest)
 
     def attached(self, engine: EngineId) -> Attached:
         """How this life of the engine introduces itself."""
@@ -116,11 +119,16 @@ class Shells:
             layers=1,
             slots=scenario.slots,
             context_tokens=64,
-            layout="L",
+            layout=self.layout(self.parties(engine)[0]),
             endpoints=("x",) * ranks,
             plane="world",
             fence_scope=scenario.fence_scope,
         )
+
+    def layout(self, party: Party) -> str:
+        """How that life lays out its pages."""
+        misfit = self.scenario.misfit_life
+        return "M" if (party.engine, party.incarnation) == (DECODE, misfit) else "L"
 
     def parties(self, engine: EngineId) -> tuple[Party, ...]:
         """The ranks of the engine's present life."""
@@ -155,7 +163,7 @@ class Shells:
                 chunk_tokens=scenario.chunk_tokens,
                 digest=cheap_digest,
             )
-        return scenario.decode(
+        return with_kinds(scenario.decode, Gathers, scenario.kinds)(
             party,
             pages=scenario.decode_pages,
             page_tokens=scenario.page_tokens,

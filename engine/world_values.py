@@ -31,6 +31,34 @@ class Found(Exception):
         self.rule = rule
 
 
+EYES: Mapping[str, str] = {
+    "allocator": "settled-once",
+    "answer-before-durable": "acted-after-logged",
+    "answered-twice": "first-cause-wins",
+    "computed-before-sent": "computed-before-sent",
+    "conservation": "conservation",
+    "foreign-staging": "drained-before-released",
+    "freed-but-held": "acted-after-logged",
+    "id-minted-twice": "one-decision",
+    "isolation": "read-what-was-written",
+    "leak": "conservation",
+    "never-quiet": "bounded",
+    "not-closed": "bounded",
+    "observed-foreign": "read-what-was-written",
+    "read-unheld": "drained-before-released",
+    "step-on-unheld": "drained-before-released",
+    "stuck": "bounded",
+    "token-after-end": "quiet-after-end",
+    "token-before-verified": "whole-before-read",
+    "token-order": "quiet-after-end",
+    "truncated": "first-cause-wins",
+    "two-owners": "one-owner",
+    "unanswered": "bounded",
+    "wrong-offset": "compatible-legs",
+}
+"""The rule that each oracle watches where the log itself says nothing."""
+
+
 @attrs.frozen
 class Asked:
     """One request of the scenario: prompt tokens, new tokens, and how long it may take."""
@@ -91,6 +119,12 @@ class Scenario:
     """A broken store that gives every life the same epoch."""
     flush_at_start: bool = True
     """A scheduler makes durable what it found before it says what the log holds."""
+    slow: frozenset[str] = frozenset()
+    """Actions that do not happen as long as anything else can: a slow store, a slow wire."""
+    kinds: int = 1
+    """Kinds of state that a prompt leaves behind and that decode needs."""
+    misfit_life: int = 0
+    """The life of the decode engine that comes with another layout; 0 is none."""
 
     @property
     def fence_scope(self) -> FenceScope:

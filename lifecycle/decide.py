@@ -223,7 +223,8 @@ def _needs(state: RequestState, engine: EngineId, incarnation: int) -> bool:
     # Once every writer has drained from every grant, prefill has nothing left to do for it.
     involved = (prefill.engine, prefill.incarnation) == (engine, incarnation)
     destinations = state.current(Purpose.DESTINATION)
-    handed_over = bool(destinations) and not any(g.undrained for g in destinations)
+    whole = len(destinations) == admitted.destinations
+    handed_over = whole and not any(g.undrained for g in destinations)
     return involved and state.phase is Phase.ADMITTED and not handed_over
 
 

@@ -189,6 +189,11 @@ class Admitted:
     fleet_position: int = attrs.field(validator=natural)
     kinds: tuple[str, ...] = (KV,)
 
+    @property
+    def destinations(self) -> int:
+        """How many destination grants make this attempt's hand-off whole."""
+        return self.decode.ranks * len(self.kinds)
+
 
 @attrs.frozen
 class Rejected:

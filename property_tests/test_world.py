@@ -11,7 +11,7 @@ from engine.explorer import explore, minimise, walk
 from engine.world import World
 from engine.world_values import FAULTS, Asked, Found, Scenario
 from lifecycle.events import Released
-from property_tests.mutants import CROWDED, MUTANTS, Mutant, focus
+from property_tests.mutants import BY_NAME, CROWDED, focus
 
 SCENARIOS = {
     "crowded": CROWDED,
@@ -80,32 +80,6 @@ def test_headers_hold_where_the_plane_lies() -> None:
     assert outcome.sometimes["isolation-detected"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_walk_finds_every_mutant(mutant: Mutant) -> None:
-    """A removed guard is found within its number of runs, by an oracle that names the fault."""
-    outcome = explore(mutant.scenario, runs=mutant.runs_max, worlds=mutant.worlds)
-    assert outcome.trace is not None, f"{mutant.name} was not found in {outcome.runs} runs"
-    print(f"{mutant.name}: run {outcome.runs}, {outcome.trace.found}")
-    assert outcome.trace.found.name in mutant.oracles
-    if mutant.rule:
-        assert mutant.rule == outcome.trace.rule
-
-
-QUICK = frozenset({"free-on-abort", "double-release", "short-handoff", "free-under-compute"})
-
-
-@pytest.mark.parametrize(
-    "mutant", [m for m in MUTANTS if m.name in QUICK], ids=lambda mutant: mutant.name
-)
-def test_the_walk_finds_some_mutants_at_once(mutant: Mutant) -> None:
-    """The search can fail: four mutants are found within a few runs."""
-    outcome = explore(mutant.scenario, runs=50, worlds=mutant.worlds)
-    assert outcome.trace is not None
-    assert outcome.trace.found.name in mutant.oracles
-
-
 def test_the_same_seed_walks_the_same_way() -> None:
     """A seed is enough to walk again: same log, same counts."""
     one, _, steps = walk(CROWDED, 11)
@@ -152,8 +126,7 @@ def test_a_new_life_makes_durable_what_it_found(flushed: bool) -> None:
 
 def test_a_minimised_trace_finds_the_same() -> None:
     """Dropping actions keeps the finding and leaves fewer of them."""
-    mutant = next(m for m in MUTANTS if m.name == "double-release")
-    trace = explore(mutant.scenario, runs=5).trace
+    trace = explore(BY_NAME["double-release"].put_into(CROWDED), runs=5).trace
     assert trace is not None
     small = minimise(trace)
     assert len(small.actions) < len(trace.actions)

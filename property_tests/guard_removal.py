@@ -1,0 +1,192 @@
+"""Every guard is removed in turn, by itself; something must notice.
+
+Owns: what counts as a guard, how one is taken out, and who looks.
+Must not know: what any guard is for.
+
+A guard of the rules is removed by its name. Whoever looks: the walk over the mutants' worlds, and
+a search over legal logs in which one entry is changed; there a second model has to object to what
+the reducer without that guard lets in, and the whole reducer would not.
+
+A guard of the decision code is an `if` that does nothing but leave: `return`, `continue`, `break`.
+It is cut out of the syntax tree of its function, whose code is replaced in a process of its own.
+
+    python -m property_tests.guard_removal rules
+    python -m property_tests.guard_removal code
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import attrs
+
+from lifecycle.crossguards import CROSS_GUARDS
+from lifecycle.guards import GUARDS, TABLE_PLACE
+from property_tests.mutants_base import hunt, mutant
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = (
+    "engine.core",
+    "engine.decode",
+    "engine.judge",
+    "engine.prefill",
+    "engine.queue",
+    "engine.scheduler",
+    "engine.sequencer",
+    "lifecycle.admission",
+    "lifecycle.decide",
+)
+RULE_NAMES = (*(g.name for g in GUARDS), *(g.name for g in CROSS_GUARDS), TABLE_PLACE)
+CPU_S_MAX = 12.0
+
+
+def plain(*without: str) -> Any:
+    """The product without guards of these names, as a mutant that no oracle was foretold for."""
+    return mutant(
+        "-".join(without) or "product",
+        "",
+        story="",
+        guard=", ".join(without),
+        rules="",
+        oracles="",
+        without=without,
+    )
+
+
+# --- guards of the decision code --------------------------------------------------------------
+
+
+@attrs.frozen
+class Site:
+    """An `if` that leaves: where it is, and what it asks."""
+
+    module: str
+    function: str
+    line: int
+    test: str
+    leaves: str
+
+    @property
+    def name(self) -> str:
+        """A name that holds as long as the condition is written like this."""
+        return f"{self.module}:{self.function}: if {self.test}: {self.leaves}"
+
+
+def _is_guard(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and not node.orelse
+        and len(node.body) == 1
+        and isinstance(node.body[0], ast.Return | ast.Continue | ast.Break)
+    )
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for child in node.body:
+                if isinstance(child, ast.FunctionDef):
+                    yield f"{node.name}.{child.name}", child
+
+
+def sites() -> list[Site]:
+    """Every guard of the decision code, in the order of the source."""
+    found = []
+    for module in CODE:
+        tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
+        for function, node in _functions(tree):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.If) and _is_guard(inner):
+                    test, leaves = ast.unparse(inner.test), ast.unparse(inner.body[0])
+                    found.append(Site(module, function, inner.lineno, test, leaves))
+    return found
+
+
+class _Cut(ast.NodeTransformer):
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if node.lineno == self.line and _is_guard(node):
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)
+
+
+def cut(site: Site) -> None:
+    """Replace the function's code by one without the guard, in this process, for good."""
+    path = ROOT / (site.module.replace(".", "/") + ".py")
+    tree = ast.fix_missing_locations(_Cut(site.line).visit(ast.parse(path.read_text())))
+    fresh = compile(tree, str(path), "exec", dont_inherit=True)
+    code = next(c for c in _codes(fresh) if c.co_qualname == site.function)
+    target: Any = importlib.import_module(site.module)
+    for part in site.function.split("."):
+        target = vars(target)[part]
+    target = getattr(target, "fget", None) or getattr(target, "__func__", target)
+    assert isinstance(target, FunctionType)
+    target.__code__ = code
+
+
+def _walk_without(site: Site | None, name: str, cpu_s: float, runs: int, out: Any) -> None:
+    if site is not None:
+        cut(site)
+    try:
+        result = hunt(plain(*([name] if name else [])), runs=runs, cpu_s_max=cpu_s)
+        trace = result.outcome.trace
+        found = "" if trace is None else f"{trace.found.name} ({trace.rule})"
+    except Exception as error:  # noqa: BLE001 - whatever a crippled core raises was noticed
+        found = type(error).__name__
+    out.put(found)
+
+
+def walk_without(
+    site: Site | None = None, name: str = "", *, cpu_s: float = CPU_S_MAX, runs: int = 5_000
+) -> str:
+    """What the walk finds in a process of its own; empty when nothing."""
+    context = multiprocessing.get_context("fork")
+    out = context.SimpleQueue()
+    child = context.Process(target=_walk_without, args=(site, name, cpu_s, runs, out))
+    child.start()
+    child.join(20 * cpu_s)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        return "never returns"
+    return out.get() if child.exitcode == 0 else f"exit {child.exitcode}"
+
+
+def main(arguments: list[str]) -> int:
+    """Print one JSON object a guard: its name, and what the search made of its removal."""
+    if arguments[:1] == ["rules"]:
+        from property_tests.changed_logs import caught_by_changes
+
+        by_changes = caught_by_changes()
+        for name in RULE_NAMES:
+            row = {"guard": name, "changes": by_changes.get(name, ""), "walk": ""}
+            if not row["changes"]:
+                row["walk"] = walk_without(name=name)
+            print(json.dumps(row), flush=True)
+        return 0
+    for site in sites():
+        print(json.dumps({"guard": site.name, "walk": walk_without(site)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

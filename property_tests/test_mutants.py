@@ -1,0 +1,107 @@
+"""The search finds what it must: every registered mutant, by an oracle and a rule foretold."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.explorer import explore
+from engine.world_values import FAULTS
+from lifecycle.crossguards import CROSS_GUARDS
+from lifecycle.guards import GUARDS, TABLE_PLACE
+from lifecycle.rules import RULES
+from property_tests.mutants import BY_NAME, CANARY, HARMLESS, MUTANTS, WORLDS, Mutant, hunt
+
+QUICK_RUNS = 60
+"""What most mutants need; the others are hunted in the slow tests."""
+SLOW = frozenset(
+    {
+        "aba",
+        "answer-before-durable",
+        "forgets-backfill",
+        "free-on-abort",
+        "free-on-failure",
+        "free-under-compute",
+        "free-under-step",
+        "ok-before-last-token",
+        "old-incarnation",
+        "one-shot-fence",
+        "owner-lost-forgotten",
+        "published-not-durable",
+        "repeat-dropped",
+        "same-memory",
+        "shared-flag",
+        "stale-ack",
+        "success-overwrites-abort",
+        "token-after-end",
+        "token-before-verified",
+    }
+)
+
+
+def check(mutant: Mutant, runs: int) -> None:
+    """Hunt, and insist on a finding that names the fault."""
+    result = hunt(mutant, runs=runs, cpu_s_max=1_000.0)
+    trace = result.outcome.trace
+    assert trace is not None, f"{mutant.name} was not found in {result.outcome.runs} runs"
+    print(f"{mutant.name}: run {result.outcome.runs} of {result.world}, {trace.found}")
+    assert mutant.expects(trace.found, trace.rule), f"{trace.found} ({trace.rule})"
+
+
+@pytest.mark.parametrize(
+    "mutant", [m for m in MUTANTS if m.name not in SLOW], ids=lambda mutant: mutant.name
+)
+def test_most_mutants_are_found_at_once(mutant: Mutant) -> None:
+    """A removed guard is found within a few runs of the one set of worlds."""
+    check(mutant, QUICK_RUNS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "mutant", [m for m in MUTANTS if m.name in SLOW], ids=lambda mutant: mutant.name
+)
+def test_every_other_mutant_is_found(mutant: Mutant) -> None:
+    """The rarer ones are found, too, with the very same worlds and settings."""
+    check(mutant, 2_000)
+
+
+def test_the_product_and_a_harmless_change_stay_green() -> None:
+    """The worlds in which mutants are hunted show nothing where nothing is wrong."""
+    result = hunt(HARMLESS, runs=3 * len(WORLDS))
+    assert result.outcome.trace is None, str(result.outcome.trace)
+    assert result.outcome.runs == 3 * len(WORLDS)
+
+
+def test_a_prompt_of_two_kinds_keeps_its_source_until_both_are_written() -> None:
+    """The source is given back when every destination is drained, not when the first one is."""
+    outcome = explore(WORLDS["two kinds"], runs=10)
+    assert outcome.trace is None, str(outcome.trace)
+    assert outcome.sometimes["Verified"] > 0
+
+
+@pytest.mark.parametrize("seed", range(len(WORLDS)))
+def test_the_canary_is_always_red(seed: int) -> None:
+    """Whatever world comes first, the canary is found in its first run."""
+    result = hunt(CANARY, runs=1, first_seed=seed)
+    trace = result.outcome.trace
+    assert trace is not None
+    assert CANARY.expects(trace.found, trace.rule)
+
+
+def test_the_registry_speaks_of_what_exists() -> None:
+    """Names are unique; rules and guards that are taken away exist; every mutant has a story."""
+    assert len(BY_NAME) == len(MUTANTS) + 2
+    guards = {g.name for g in GUARDS} | {g.name for g in CROSS_GUARDS} | {TABLE_PLACE}
+    for mutant in MUTANTS:
+        assert mutant.rules <= set(RULES), mutant.name
+        assert set(mutant.without) <= guards, mutant.name
+        assert mutant.oracles, mutant.name
+        assert len(mutant.story.split()) > 8, mutant.name
+        assert mutant.guard, mutant.name
+
+
+def test_the_number_of_worlds_shares_nothing_with_the_modes_of_seeds() -> None:
+    """Every world is walked in all four modes, and every fault occurs in some world."""
+    assert len(WORLDS) % 2 == 1
+    used = {kind for world in WORLDS.values() for kind, count in world.faults.items() if count}
+    assert used == set(FAULTS)
