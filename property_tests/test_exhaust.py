@@ -61,7 +61,7 @@ PINNED = {
     ),
     "two requests, an engine restarts": (
         attrs.evolve(
-            *(PAIR,),
+            PAIR,
             prefill_pages=2,
             staging=1,
             eager=EAGER | {"flush"},
@@ -72,7 +72,7 @@ PINNED = {
     ),
     "two requests, the scheduler crashes and an engine restarts": (
         attrs.evolve(
-            *(PAIR,),
+            PAIR,
             prefill_pages=2,
             staging=1,
             eager=AT_ONCE,
