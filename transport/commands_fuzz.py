@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -230,11 +229,9 @@ def _exhaust(corpus: Path | None, junit: Path | None, *, json: bool) -> int:
     cases, values = [], []
     findings: list[tuple[Finding, list[Path]]] = []
     for name, scenario in SMALL.items():
-        begun = time.monotonic()
         with _live(f"exhausting: {name}"):
             result = exhaust(scenario)
-        seconds = time.monotonic() - begun
-        said = f"{result.states} states, depth {result.depth}, {seconds:.1f} s"
+        seconds, said = result.seconds, str(result)
         failure = "" if result.complete or result.found else "more states than allowed"
         if result.found is not None:
             finding, paths = _exhausted(name, result, corpus)
