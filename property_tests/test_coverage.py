@@ -93,7 +93,7 @@ def coverage() -> Coverage:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_what_is_not_reached_has_a_reason(
     coverage: Coverage, record_property: Callable[[str, object], None]
 ) -> None:
@@ -103,6 +103,7 @@ def test_what_is_not_reached_has_a_reason(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_pair_of_phase_and_event_is_reached(coverage: Coverage) -> None:
     """Each legal pair was accepted somewhere, and each illegal one refused."""
     assert [name_pair(p) for p in LEGAL if not coverage.legal[p]] == []
@@ -110,6 +111,7 @@ def test_every_pair_of_phase_and_event_is_reached(coverage: Coverage) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_no_reason_is_given_for_what_is_reached(coverage: Coverage) -> None:
     """A reason that has become false is taken out of the table."""
     assert sorted(set(REASONS) - set(coverage.missing())) == []
