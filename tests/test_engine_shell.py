@@ -422,6 +422,15 @@ async def test_an_older_scheduler_is_not_obeyed(directory: Path) -> None:
     assert served.streams == 2
 
 
+async def test_a_short_lease_shortens_the_wait_between_streams(directory: Path) -> None:
+    """Who tries again once a heartbeat reaches a new scheduler within any lease."""
+    short = welcome(5, inventory_wanted=True)
+    short.welcome.heartbeat_ns = 200_000_000
+    async with scripted([short, refused(fleet_pb2.ATTACH_REFUSAL_LOST)]) as (_, address):
+        engine = await run_against(directory, address)
+    assert engine.shell._client.backoff_seconds_max == 0.2
+
+
 async def test_a_log_that_breaks_a_rule_ends_the_process(directory: Path) -> None:
     """An entry that this engine's copy refuses is not survived."""
     entry = fleet_pb2.Publication(position=1)

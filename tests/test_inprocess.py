@@ -387,6 +387,28 @@ def test_a_write_in_doubt_ends_the_attempt_and_keeps_its_pages(
     assert client.tokens == alone(model, prompt_of(30, model), params())[0]
 
 
+def test_a_lost_owner_takes_no_staging_pages_with_it(model: Model, tokenizer: Tokenizer) -> None:
+    """A write whose fate only a lost owner knew is over for the writer, and so is its request."""
+    deployment = Deployment(model, tokenizer)
+    client = deployment.ask(prompt_of(30, model), params())
+    deployment.run(until=lambda: bool(deployment.network.messages))
+    plane = deployment.network.owners[str(DECODE)]
+    # While a copy is under way, the owner cannot say what became of the ticket.
+    name = deployment.network.messages[0].name
+    plane.table.admit(name, [])
+    plane.table._placing.add(name)
+    deployment.network.break_streams()
+    deployment.prefill.poll()
+    deployment.lose(DECODE)
+    deployment.run()
+    core = deployment.prefill.core
+    assert core.staging.free == 4
+    assert core.allocator.free == deployment.prefill.pool.pages
+    assert not core.writings
+    assert not deployment.prefill.restless
+    assert deployment.scheduler.log.state(deployment.request_of(client)).phase is Phase.REQUEUED
+
+
 def test_a_lost_writer_is_shut_out_and_its_requests_end(model: Model, tokenizer: Tokenizer) -> None:
     """When prefill is lost, decode proves by its own plane that nothing lands, and settles."""
     deployment = Deployment(model, tokenizer)

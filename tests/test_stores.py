@@ -448,6 +448,22 @@ def file_size_limit() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_a_flush_without_a_free_descriptor_is_refused(tmp_path: Path) -> None:
+    """A process that may open no more files hears so as of a full disk, and can flush later."""
+    store = SegmentStore(tmp_path)
+    store.append(A, 0, entries(A, 0, 2))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(StoreUnavailable):
+            store.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert store.durable_position == 0
+    assert store.flush() == 2
+    store.close()
+
+
 def test_a_failed_write_is_taken_back(tmp_path: Path) -> None:
     """On a full disk an append is refused whole, and a smaller one may still succeed."""
     store = SegmentStore(tmp_path)

@@ -169,7 +169,15 @@ class Posts:
         return peer
 
     def _let_go(self, party: Party) -> None:
-        """A mapping of a lost owner's pool would keep its memory from the host."""
+        """A mapping of a lost owner's pool would keep its memory from the host.
+
+        Nobody is left to say what became of a write in doubt, and its pages died with their owner;
+        the proof of closing says that its staging pages are no longer read, so they come home.
+        """
         self._descriptors.pop(party, None)
-        if self._plane.close(self._peers[party]) is not None:
-            del self._peers[party]
+        if self._plane.close(self._peers[party]) is None:
+            return
+        del self._peers[party]
+        for flight in tuple(self._flights.values()):
+            if flight.in_doubt and flight.post.grant.owner == party:
+                self._end(flight, Posted.FAILED, "its owner is lost")

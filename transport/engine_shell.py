@@ -32,6 +32,7 @@ from transport.engine_owner import Continuation, Job, Outgoing
 from transport.engine_parts import LifeDigest, Loaded, Progress, ProgressLines, load, make_owner
 from transport.engine_planes import EngineMemory, open_memory
 from transport.fleet_client import (
+    BACKOFF_SECONDS_MAX,
     Broken,
     FleetClient,
     Heard,
@@ -332,6 +333,7 @@ class EngineShell:
             return
         self._client.welcomed = True
         self._heartbeat_ns = welcome.heartbeat_ns or self._heartbeat_ns
+        self._client.backoff_seconds_max = min(BACKOFF_SECONDS_MAX, self._heartbeat_ns / 1e9)
         self._answered_at_ns = time.monotonic_ns()
         if welcome.inventory_wanted:
             self.owner.begin_sync(welcome.epoch, next_number=self._hello_next_number)

@@ -32,6 +32,7 @@ ITEMS_PER_MESSAGE_MAX = 256
 OUTBOX_ITEMS_MAX = 65_536
 BACKOFF_SECONDS_FIRST = 0.05
 BACKOFF_SECONDS_MAX = 2.0
+"""Less where leases are short: a rank must come back to a new scheduler before its lease ends."""
 MESSAGE_BYTES_MAX = 64 << 20
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -44,7 +45,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
     # The backoff is this module's alone.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 100),
 )
 
 
@@ -83,6 +84,7 @@ class FleetClient:
     ) -> None:
         """Raises InvalidSetting when certificates or token cannot be used."""
         self.welcomed = False
+        self.backoff_seconds_max = BACKOFF_SECONDS_MAX
         self._target = settings.scheduler
         self._dial = Dial.of(settings, token_file=settings.token_file)
         self._hello = hello
@@ -112,7 +114,7 @@ class FleetClient:
                 self.drop()
                 await self._deliver(broken)
                 backoff = 2 * backoff if not heard_any else BACKOFF_SECONDS_FIRST
-                backoff = min(backoff, BACKOFF_SECONDS_MAX)
+                backoff = min(backoff, self.backoff_seconds_max)
                 await anyio.sleep(backoff)
 
     async def _one_stream(self, stub: Any) -> tuple[bool, Broken]:

@@ -205,7 +205,10 @@ class SegmentStore:
                 if target == self._durable:
                     return target
                 # A copy, because a rotation meanwhile closes the original.
-                handle = self._writer.copy()
+                try:
+                    handle = self._writer.copy()
+                except OSError as error:
+                    raise StoreUnavailable(str(error)) from error
             try:
                 self._writer.sync(handle)
             except OSError as error:
