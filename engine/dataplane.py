@@ -102,9 +102,9 @@ class Ticket:
 
 @attrs.frozen(kw_only=True)
 class ObservedExit:
-    """The writer's supervisor has reaped this process, on the host that holds the memory.
+    """Somebody has seen this process end, on the host that holds the memory.
 
-    Only whoever waited for the process may make one.
+    Only whoever waited for the process, or held a handle of it, may make one.
     A closed stream, a missed heartbeat or a successor that attached is not this.
     """
 

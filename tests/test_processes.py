@@ -22,11 +22,15 @@ from lifecycle.events import (
     Attached,
     Cause,
     Drained,
+    Event,
     Finished,
     Lost,
+    Proof,
+    Quarantined,
     Rejected,
     Released,
     Requeued,
+    Reserved,
     Verified,
 )
 from tests.process_harness import (
@@ -394,6 +398,39 @@ def test_an_answer_survives_its_prefill(folder: Path, tiny: Path) -> None:
         ]
         assert len(lives) == 2
         assert lives[0] < lives[1]
+
+
+def test_pages_of_a_lost_writer_come_home_when_its_process_has_ended(
+    folder: Path, tiny: Path
+) -> None:
+    """In shared memory a lease that is over frees nothing; the end of the process does."""
+    flags = {"lease_seconds": 1.0, "settle_seconds": 1.0}
+    with Deployment(folder / "exits", tiny, engine=TINY_FLAGS, **flags) as deployment:
+        deployment.start_engines(*ENGINES)
+        prefill = deployment.children["prefill-0"]
+        prefill.signal(signal.SIGSTOP)
+        stream = deployment.client.generate(sampled("never written", 1))
+        request = next(stream).admission.request_id
+
+        def has(kind: type[Event]) -> bool:
+            return any(isinstance(event, kind) for event in deployment.events(request))
+
+        deployment.wait_until("decode has let the writer in", lambda: has(Reserved))
+        deployment.wait_until("its grant is given up", lambda: has(Quarantined))
+        assert not has(Drained)
+        decode = deployment.engine_status("decode-0").ranks[0].pages
+        assert decode.free < decode.capacity
+        deployment.kill_engine("prefill-0")
+        deployment.wait_until("the writer is shut out", lambda: has(Drained))
+        drained = [e for e in deployment.events(request) if isinstance(e, Drained)]
+        assert [event.proof for event in drained] == [Proof.FENCED]
+        deployment.wait_until("the grant is given back", lambda: has(Released))
+        assert decode.capacity == deployment.engine_status("decode-0").ranks[0].pages.free
+        # The next life of the writer serves what waits.
+        deployment.start_engines("prefill-0")
+        deployment.lost.clear()
+        read_out(stream)
+        deployment.wait_whole()
 
 
 def test_a_request_that_lost_its_pages_answers_the_same(

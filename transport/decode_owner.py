@@ -10,7 +10,7 @@ from functools import partial
 
 import attrs
 
-from engine.dataplane import DataPlane
+from engine.dataplane import DataPlane, ObservedExit
 from engine.dataplane_errors import DataPlaneError, GrantEnded
 from engine.decode import DecodeCore, DecodeJob
 from engine.effects import (
@@ -36,6 +36,7 @@ from transport.engine_owner import (
     Send,
     nothing,
 )
+from transport.process_ends import Watched
 
 
 @attrs.define
@@ -65,6 +66,7 @@ class DecodeOwner(Owner[DecodeCore]):
         self.runner = runner
         self._held: dict[RequestId, _Held] = {}
         self._fencing: dict[tuple[GrantId, Party], None] = {}
+        self._writers: dict[Party, Watched] = {}
 
     def repeat(self) -> None:
         for request, held in self._held.items():
@@ -80,6 +82,21 @@ class DecodeOwner(Owner[DecodeCore]):
                 )
             )
         super().repeat()
+
+    def process(self, party: Party, process: str) -> None:
+        for known in tuple(self._writers):
+            self._see_end(known)
+        if process and party not in self._writers:
+            self._writers[party] = Watched(process)
+
+    def _see_end(self, party: Party) -> None:
+        """Tell the plane once that a writer's process is gone, which may be its only proof."""
+        watched = self._writers.get(party)
+        if watched is None or not watched.ended():
+            return
+        del self._writers[party]
+        observed = ObservedExit(party=str(party), pid=watched.process_id)
+        self.plane.fence_party(str(party), observed)
 
     def exposed(self, grant: GrantId) -> bool:
         return any(grant in job.exposed for job in self.core.jobs.values())
@@ -120,6 +137,7 @@ class DecodeOwner(Owner[DecodeCore]):
             self._fencing.pop((grant, party), None)
             return
         try:
+            self._see_end(party)
             proof = self.plane.fence_party(str(party))
         except DataPlaneError as error:
             self.note("fence_refused", party=str(party), reason=str(error))

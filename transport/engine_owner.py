@@ -89,7 +89,10 @@ class Owner(Generic[CoreT]):
     # --- what the scheduler says --------------------------------------------------------------
 
     def peer(self, party: Party, descriptor: str) -> None:
-        """Another engine's rank can be reached there."""
+        """Another engine's rank can be reached there; empty if it has no pool to write to."""
+
+    def process(self, party: Party, process: str) -> None:
+        """Another engine's rank is that process, as its `this_process` says; empty if unknown."""
 
     def receive(self, position: int, entry: Entry, payload: Payload | None = None) -> None:
         """A published entry. Raises LogDivergedError."""

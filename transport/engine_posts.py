@@ -80,7 +80,8 @@ class Posts:
 
     def peer(self, party: Party, descriptor: str) -> None:
         """That rank's pool is there. The descriptor is a credential and is never written down."""
-        self._descriptors[party] = descriptor
+        if descriptor:
+            self._descriptors[party] = descriptor
 
     def packed(self, post: Post, packed: Packed | Failed) -> None:
         """The pages of a post are staged, or could not be."""

@@ -10,11 +10,10 @@ only put messages on its inbox, which is bounded.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.to_thread
@@ -43,7 +42,9 @@ from transport.fleet_client import (
 )
 from transport.logging_setup import bind
 from transport.pb import fleet_pb2 as pb
+from transport.process_ends import this_process
 from transport.settings import EngineSettings
+from transport.waker import Waker
 
 EXIT_DONE = 0
 EXIT_BROKEN = 1
@@ -84,27 +85,6 @@ class _Leave:
 
 
 _Message = Heard | Broken | _Done | _Woken | _Tick | _Leave
-
-
-class Waker:
-    """Carries wake-ups from any thread to one task of the loop on which it was made."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._event = anyio.Event()
-
-    def __call__(self) -> None:
-        """Wake the task; of several wake-ups it may see one."""
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        self._event.set()
-
-    async def wait(self) -> None:
-        """Wait for a wake-up."""
-        await self._event.wait()
-        self._event = anyio.Event()
 
 
 async def run_engine(
@@ -311,8 +291,9 @@ class EngineShell:
                 answer = item.answer
                 self.owner.answer(answer.number, answer.accepted_position, answer.dropped_rule)
             case "peer":
-                if item.peer.endpoint:
-                    self.owner.peer(decode_party(item.peer.party), item.peer.endpoint)
+                party = decode_party(item.peer.party)
+                self.owner.peer(party, item.peer.endpoint)
+                self.owner.process(party, item.peer.process)
             case "synced":
                 self.owner.end_sync()
                 if self._ready is not None:
@@ -398,4 +379,5 @@ class EngineShell:
             highest_proposal=core.next_number - 1,
             model=self._settings.model,
             tokenizer=loaded.tokenizer.fingerprint,
+            process=this_process(),
         )

@@ -25,6 +25,7 @@ from transport import codec
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.fleet_streams import FleetStreams, Link, Rank
 from transport.pb import fleet_pb2 as pb
+from transport.process_ends import PROCESS_CHARACTERS_MAX
 
 if TYPE_CHECKING:
     from transport.scheduler_owner import SchedulerOwner
@@ -72,7 +73,8 @@ class FleetDesk:
             effects = core.attach(attached, self.owner.now())
         except RefusedEngineError as error:
             return self._refuse(link, pb.ATTACH_REFUSAL_INCOMPATIBLE, str(error))
-        self.streams.begin(link, party, Rank(hello.endpoint, hello.plane, hello.process_id))
+        rank = Rank(hello.endpoint, hello.plane, hello.process_id, hello.process)
+        self.streams.begin(link, party, rank)
         self.hear(party)
         line = core.lines.get(party)
         known = hello.HasField("cursor") and hello.cursor.epoch == core.epoch and line is not None
@@ -132,6 +134,9 @@ class FleetDesk:
             if getattr(attached, field) > limit:
                 message = f"{name} has {getattr(attached, field)} {field}, the limit is {limit}"
                 return pb.ATTACH_REFUSAL_INCOMPATIBLE, message
+        if len(hello.process) > PROCESS_CHARACTERS_MAX:
+            message = f"{name} names its process in {len(hello.process)} characters, the limit is "
+            return pb.ATTACH_REFUSAL_INCOMPATIBLE, f"{message}{PROCESS_CHARACTERS_MAX}"
         if not attached.layout:
             return pb.ATTACH_REFUSAL_INCOMPATIBLE, f"{name} has no layout fingerprint"
         if not attached.engine or attached.ranks != 1 or hello.party.rank != 0:

@@ -59,6 +59,7 @@ class Rank:
     endpoint: str
     plane: str
     process_id: int
+    process: str = ""
     counters: pb.EngineCounters = attrs.Factory(pb.EngineCounters)
 
 
@@ -133,7 +134,10 @@ class FleetStreams:
             return None
         link.told.add(party)
         peer = pb.PeerEndpoint(
-            party=codec.encode_party(party), endpoint=rank.endpoint, plane=rank.plane
+            party=codec.encode_party(party),
+            endpoint=rank.endpoint,
+            plane=rank.plane,
+            process=rank.process,
         )
         return pb.SchedulerItem(peer=peer)
 

@@ -114,6 +114,7 @@ class Hello(_message.Message):
     HIGHEST_PROPOSAL_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     role: _lifecycle_pb2.Role.ValueType
     """What the engine does."""
     ranks: _builtins.int
@@ -144,6 +145,8 @@ class Hello(_message.Message):
     """The model's name."""
     tokenizer: _builtins.str
     """The fingerprint of its tokenizer; compared with the scheduler's unless empty."""
+    process: _builtins.str
+    """Its process for others of its machine, as in PeerEndpoint."""
     @_builtins.property
     def party(self) -> _lifecycle_pb2.Party:
         """The rank."""
@@ -172,10 +175,11 @@ class Hello(_message.Message):
         highest_proposal: _builtins.int = ...,
         model: _builtins.str = ...,
         tokenizer: _builtins.str = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "party", b"party"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "cursor", b"cursor", "endpoint", b"endpoint", "fence_scope", b"fence_scope", "highest_proposal", b"highest_proposal", "layers", b"layers", "layout", b"layout", "model", b"model", "page_tokens", b"page_tokens", "pages", b"pages", "party", b"party", "plane", b"plane", "process_id", b"process_id", "ranks", b"ranks", "role", b"role", "slots", b"slots", "tokenizer", b"tokenizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "cursor", b"cursor", "endpoint", b"endpoint", "fence_scope", b"fence_scope", "highest_proposal", b"highest_proposal", "layers", b"layers", "layout", b"layout", "model", b"model", "page_tokens", b"page_tokens", "pages", b"pages", "party", b"party", "plane", b"plane", "process", b"process", "process_id", b"process_id", "ranks", b"ranks", "role", b"role", "slots", b"slots", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -687,10 +691,15 @@ class PeerEndpoint(_message.Message):
     PARTY_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     PLANE_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Its transfer endpoint."""
     plane: _builtins.str
     """The data plane that it speaks."""
+    process: _builtins.str
+    """Its process, as boot/namespace/number/start; empty if it could not tell.
+    Who shares its machine can see it end, which proves that it writes nothing any more.
+    """
     @_builtins.property
     def party(self) -> _lifecycle_pb2.Party:
         """The rank."""
@@ -701,10 +710,11 @@ class PeerEndpoint(_message.Message):
         party: _lifecycle_pb2.Party | None = ...,
         endpoint: _builtins.str = ...,
         plane: _builtins.str = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["party", b"party"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "party", b"party", "plane", b"plane"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "party", b"party", "plane", b"plane", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
