@@ -15,7 +15,7 @@ from lifecycle.events import Aborted, Finished, Rejected
 from lifecycle.history import History
 from lifecycle.ids import Party, RequestId, mask_of
 from lifecycle.replay import replay
-from lifecycle.state import OPEN, Phase, Settlement
+from lifecycle.state import LIVE, OPEN, Phase, Settlement
 
 CALM_STEPS_MAX = 5_000
 
@@ -124,7 +124,11 @@ class Checks(Shells):
         quarantined = any(a.quarantined for a in self.scheduler.log.ledger.values())
         open_states = [s for s in self.scheduler.log.requests.values() if s.phase in OPEN]
         waiting = bool(open_states) or bool(self.scheduler.queue.waiting())
-        settling = any(s.unsettled for s in self.scheduler.log.requests.values())
+        settling = any(
+            state.phase not in LIVE or grant.attempt < state.attempt
+            for state in self.scheduler.log.requests.values()
+            for grant in state.unsettled
+        )
         if waiting and not settling and not silent and not quarantined:
             names = [f"{s.request} {s.label()}" for s in open_states]
             raise Found("stuck", f"only a deadline ends {names or 'the queue'}", rule="bounded")
@@ -147,9 +151,18 @@ class Checks(Shells):
                 raise Found("unanswered", f"{request} was never answered")
             if client.told is not None and self.logged_outcome(request) != client.told:
                 raise Found("answer-before-durable", f"{request}: {client.told} is not in the log")
+        self._answered_well()
         self._all_home()
         if self.scenario.judged:
             self._same_as_replayed()
+
+    def _answered_well(self) -> None:
+        """Where nothing went wrong, every request that was admitted has its whole answer."""
+        if self.budget_used:
+            return
+        for request, client in self.clients.items():
+            if isinstance(client.told, Aborted):
+                raise Found("failed-for-nothing", f"{request}: {client.told.cause.value}")
 
     def _all_home(self) -> None:
         for party, core in self.cores.items():

@@ -45,7 +45,7 @@ CODE = (
     "lifecycle.decide",
 )
 RULE_NAMES = (*(g.name for g in GUARDS), *(g.name for g in CROSS_GUARDS), TABLE_PLACE)
-CPU_S_MAX = 12.0
+CPU_S_MAX = 6.0
 
 
 def plain(*without: str) -> Any:

@@ -100,6 +100,12 @@ WORLDS: Mapping[str, Scenario] = MappingProxyType(
             ranks=1,
             attempts_max=4,
         ),
+        "nothing wrong": attrs.evolve(focus(), asked=(*ODD, Asked(1, 3), Asked(8, 4))),
+        "slow answers": attrs.evolve(
+            focus(process_crash=3, breaks=2, cancel=1),
+            asked=(Asked(3, 2),) * 4,
+            slow=frozenset({"answer"}),
+        ),
     }
 )
 """Every mutant is hunted in all of these; their number shares no factor with the seeds' modes."""

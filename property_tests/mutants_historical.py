@@ -257,8 +257,8 @@ HISTORICAL: tuple[Mutant, ...] = (
         story="Legs with different page layouts were paired, and bytes landed at wrong offsets. "
         "Here an engine restarts with another layout, and the layout it brings is not compared.",
         guard="Scheduler.attach compares layouts; compatible-legs/joined",
-        rules="compatible-legs",
-        oracles="wrong-offset replay",
+        rules="compatible-legs unbroken-log",
+        oracles="wrong-offset replay replay-differs",
         scheduler=scheduler.AnyLayout,
     ),
     mutant(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from engine.explorer import explore
-from engine.world_values import FAULTS
+from engine.trace import loads
+from engine.world_values import FAULTS, Found
 from lifecycle.crossguards import CROSS_GUARDS
 from lifecycle.guards import GUARDS, TABLE_PLACE
 from lifecycle.rules import RULES
+from property_tests.bug_pages import stale, trace_path
 from property_tests.mutants import BY_NAME, CANARY, HARMLESS, MUTANTS, WORLDS, Mutant, hunt
 
 QUICK_RUNS = 60
@@ -98,6 +100,16 @@ def test_the_registry_speaks_of_what_exists() -> None:
         assert mutant.oracles, mutant.name
         assert len(mutant.story.split()) > 8, mutant.name
         assert mutant.guard, mutant.name
+
+
+@pytest.mark.timeout(300)
+def test_the_pages_of_bugs_are_up_to_date() -> None:
+    """Every mutant has a kept trace that says what was foretold, and a page made from it."""
+    for mutant in MUTANTS:
+        file = loads(trace_path(mutant).read_text())
+        assert file.mutant == mutant.name
+        assert mutant.expects(Found(file.finding, ""), file.rule), mutant.name
+    assert stale() == []
 
 
 def test_the_number_of_worlds_shares_nothing_with_the_modes_of_seeds() -> None:
