@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import grpc
@@ -15,6 +16,7 @@ from tests.serving import Deployment, ask, deployment, details
 from tests.tiny import tiny_llama
 from transport.pb import admin_pb2, log_pb2
 from transport.pb import generation_pb2 as pb
+from transport.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.anyio
 
@@ -323,6 +325,41 @@ async def test_a_request_goes_on_while_one_of_its_readers_stays(model: Path) -> 
         assert await last(second) == "outcome"
         entries = await here.tail_until("finished", request=request)
         assert ends(entries, request) == ["finished"]
+
+
+class SlowDisk(MemoryStore):
+    """A store whose flushes wait for a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def flush(self) -> int:
+        self.gate.wait()
+        return super().flush()
+
+
+async def test_a_repeat_after_its_reader_has_gone_is_a_new_request(model: Path) -> None:
+    """Who repeats a key whose request was given up is not told an end that it did not ask for.
+
+    The first end is decided and not durable yet, and the second request is not the first one's end.
+    """
+    disk = SlowDisk()
+    async with deployment(model, store=disk) as here:
+        disk.gate.clear()
+        try:
+            first, request = await begin(here, ask(key="k"))
+            first.cancel()
+            await here.tail_until("aborted", request=request)
+            second, other = await begin(here, ask(key="k"))
+        finally:
+            disk.gate.set()
+        assert other != request
+        assert await last(second) == "outcome"
+        # The key is the second request's from then on.
+        third = here.generation.Generate(ask(new=5, key="k"))
+        assert details(await status_of(third))[0].metadata["request_id"] == other
 
 
 # --- drain ----------------------------------------------------------------------------------------

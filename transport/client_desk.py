@@ -183,6 +183,12 @@ class ClientDesk:
             self._finish(record, reader)
         return True
 
+    def _free_key(self, record: Record) -> None:
+        """Let the key of this request be used for another, unless it is already."""
+        known = None if record.key is None else self._keys.get(record.key)
+        if record.key is not None and known is not None and known[1] == record.request:
+            del self._keys[record.key]
+
     def _forget_keys(self) -> None:
         for key, (_, request) in tuple(self._keys.items()):
             if len(self._keys) <= KEYS_MAX:
@@ -241,7 +247,14 @@ class ClientDesk:
                 self._cut(record, reader)
 
     def outcome(self, effect: TellOutcome) -> None:
-        """Tell the client once its end is durable."""
+        """Tell the client once its end is durable.
+
+        Where nothing was answered the same key may try again, from the decision on: who comes
+        between the end and its flush did not ask for that end.
+        """
+        record = self._records.get(effect.request)
+        if record is not None and not isinstance(effect.outcome, Finished):
+            self._free_key(record)
         self._outcomes.append(effect)
         self.owner.journal.want(effect.durable)
         self.release()
@@ -281,8 +294,7 @@ class ClientDesk:
 
     def _finish_unadmitted(self, record: Record, failure: str) -> None:
         record.end = refusals.log_unavailable(failure, request=record.request)
-        if record.key is not None:
-            self._keys.pop(record.key, None)
+        self._free_key(record)
         self._finish_all(record)
         owner, gone = self.owner, Cause.CLIENT_GONE
         owner.perform(owner.core.cancel(record.request, gone, "scheduler", owner.now()))
@@ -307,9 +319,6 @@ class ClientDesk:
             return
         if record.end is None:
             record.end = end_step(record, effect.outcome)
-            if not isinstance(effect.outcome, Finished) and record.key is not None:
-                # Nothing was answered, so the same key may try again.
-                self._keys.pop(record.key, None)
             self._finish_all(record)
         self._forget(record)
 
