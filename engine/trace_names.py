@@ -55,10 +55,10 @@ def _plain(world: Options, action: Action) -> str:
     if kind == "cancel":
         return f"cancel {request_label(world, whom[0])}"  # type: ignore[arg-type]
     if kind == "verify":
-        party, asked = world.verifies[whom[0]]  # type: ignore[index]
+        party, asked = world.verifies[whom[0]]  # type: ignore[call-overload]
         return f"verify {label(party)} {_attempt(world, asked.request, asked.attempt)}"
     if kind == "fenced":
-        party, fence = world.fences[whom[0]]  # type: ignore[index]
+        party, fence = world.fences[whom[0]]  # type: ignore[call-overload]
         return f"fenced {label(party)} {label(fence.party)} {_of_grant(world, party, fence.grant)}"
     if kind in WRITES:
         post = world.writes[(whom[0], whom[1])].post  # type: ignore[index]
@@ -185,11 +185,11 @@ def describe(world: Any, action: Action) -> tuple[str, frozenset[RequestId]]:
     if kind == "cancel":
         return f"the client of {request_label(world, whom[0])} leaves", frozenset(whom)  # type: ignore[arg-type]
     if kind == "verify":
-        party, asked_for = world.verifies[whom[0]]  # type: ignore[index]
+        party, asked_for = world.verifies[whom[0]]  # type: ignore[call-overload]
         whose = _attempt(world, asked_for.request, asked_for.attempt)
         return f"{label(party)} compares what arrived for {whose}", frozenset({asked_for.request})
     if kind == "fenced":
-        party, fence = world.fences[whom[0]]  # type: ignore[index]
+        party, fence = world.fences[whom[0]]  # type: ignore[call-overload]
         return f"{label(party)} has shut {label(fence.party)} out of a grant", frozenset()
     if kind in WRITES:
         post = world.writes[(whom[0], whom[1])].post  # type: ignore[index]
