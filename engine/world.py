@@ -22,6 +22,7 @@ from engine.world_options import Key, Options
 from engine.world_values import EYES, Action, Client, Found, Tokens
 from lifecycle.events import (
     Cause,
+    Drained,
     Failed,
     Finished,
     FinishReason,
@@ -322,15 +323,14 @@ class World(Options):
 
     def _late(self, write: Write) -> str:
         """The rule that a write breaks which lands too late, where the log itself is clean."""
-        post = write.post
-        state = self.scheduler.log.state(post.request)
-        grant = state.grant(post.grant)
-        owner = self.cores.get(post.grant.owner)
-        if owner is None:
+        grant, party = write.post.grant, write.party
+        if grant.owner not in self.cores:
             return "incarnation-fences"
-        if grant is None:
+        said = [e.event for _, e in self.stored if getattr(e.event, "grant", None) == grant]
+        if not said:
             return "acted-after-logged"
-        return "drained-is-final" if write.party in grant.drained else "quiet-after-end"
+        drained = any(isinstance(event, Drained) and event.party == party for event in said)
+        return "drained-is-final" if drained else "quiet-after-end"
 
     def _do_reland(self, party: Party, ticket: int) -> None:
         self._do_land(party, ticket)

@@ -127,7 +127,7 @@ class Options(Keyed):
             out.extend(
                 ("cancel", request)
                 for request, client in self.clients.items()
-                if not client.ended and not client.gone
+                if not client.gone and (self.scenario.late_cancels or not client.ended)
             )
         if self._may("tick") and self.next_deadline() is not None:
             out.append(("tick",))

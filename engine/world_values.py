@@ -125,6 +125,8 @@ class Scenario:
     """Actions that do not happen as long as anything else can: a slow store, a slow wire."""
     kinds: int = 1
     """Kinds of state that a prompt leaves behind and that decode needs."""
+    late_cancels: bool = False
+    """Clients may cancel what has ended."""
     misfit_life: int = 0
     """The life of the decode engine that comes with another layout; 0 is none."""
 

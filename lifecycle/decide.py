@@ -23,6 +23,7 @@ from lifecycle.events import (
     Entry,
     Event,
     Failed,
+    Leg,
     Lost,
     LostCause,
     Purpose,
@@ -173,10 +174,18 @@ def _fail(history: History, command: Fail) -> Iterable[Decided]:
     decode = state.admitted.decode if state.admitted is not None else None
     if decode is None:
         return
+    counts = dict(command.others)
+    here = (history.state(r) for r in counts if r != state.request)
+    whole = frozenset(
+        s.request for s in here if _runs_on(s, decode) and _has_all(s, counts[s.request])
+    )
     # The oldest keeps its pages, so that somebody always comes to an end.
-    other = victim(history, decode.engine, decode.incarnation)
+    other = victim(history, decode.engine, decode.incarnation, whole)
+    if other is None and whole:
+        # Somebody's answer is complete, and its `Finished` is under way: pages are coming home.
+        return
     chosen = state if other is None else history.state(other)
-    relayed = dict(command.others).get(chosen.request, command.relayed)
+    relayed = counts.get(chosen.request, command.relayed)
     yield chosen.request, _end(chosen, Cause.OUT_OF_PAGES, reporter, relayed)
 
 
@@ -189,11 +198,30 @@ def _holds(grant: Grant, owner: Party, page: int | None) -> bool:
     )
 
 
-def victim(history: History, engine: EngineId, incarnation: int) -> RequestId | None:
+def _runs_on(state: RequestState, leg: Leg) -> bool:
+    """Whether that life decodes for the running attempt."""
+    if state.admitted is None or state.phase not in LIVE:
+        return False
+    decode = state.admitted.decode
+    return (decode.engine, decode.incarnation) == (leg.engine, leg.incarnation)
+
+
+def _has_all(state: RequestState, relayed: int) -> bool:
+    """Whether the client has every token that it may get."""
+    return state.first is not None and relayed >= state.first.new_tokens_max
+
+
+def victim(
+    history: History,
+    engine: EngineId,
+    incarnation: int,
+    whole: frozenset[RequestId] = frozenset(),
+) -> RequestId | None:
     """The youngest request on a decode engine that has an attempt left; None when there is none.
 
     Never the oldest. A request in its last attempt has all its pages booked, so it asks for
-    none and gives none. The greatest id was minted last.
+    none and gives none; one whose answer is `whole` has nothing left that another attempt could
+    give. The greatest id was minted last.
     """
     states = sorted(
         (
@@ -207,7 +235,9 @@ def victim(history: History, engine: EngineId, incarnation: int) -> RequestId | 
         key=lambda state: state.request,
     )
     for state in reversed(states[1:]):
-        if state.admitted is not None and state.attempt < state.admitted.attempts_max:
+        if state.request in whole or state.admitted is None:
+            continue
+        if state.attempt < state.admitted.attempts_max:
             return state.request
     return None
 

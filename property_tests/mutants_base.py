@@ -100,11 +100,23 @@ WORLDS: Mapping[str, Scenario] = MappingProxyType(
             ranks=1,
             attempts_max=4,
         ),
-        "nothing wrong": attrs.evolve(focus(), asked=(*ODD, Asked(1, 3), Asked(8, 4))),
+        "nothing wrong": attrs.evolve(
+            focus(), asked=(Asked(2, 5),) * 4, decode_pages=5, growth_tokens=2
+        ),
         "slow answers": attrs.evolve(
             focus(process_crash=3, breaks=2, cancel=1),
             asked=(Asked(3, 2),) * 4,
             slow=frozenset({"answer"}),
+        ),
+        "losses": attrs.evolve(
+            focus(lose=6, cancel=3), asked=(Asked(3, 3),) * 3, ranks=1, late_cancels=True
+        ),
+        "roomy": attrs.evolve(
+            focus(),
+            asked=(Asked(60, 5), Asked(0, 1), *(Asked(2, 5),) * 4),
+            prefill_pages=40,
+            decode_pages=40,
+            slots=2,
         ),
     }
 )

@@ -253,6 +253,16 @@ def test_the_oldest_is_never_the_victim_and_a_last_attempt_neither() -> None:
     ]
 
 
+def test_nobody_gives_way_whose_answer_is_whole() -> None:
+    """A younger request whose client has every token is about to end: its pages are waited for."""
+    log = _two_decode(Log())
+    most = log.history.state(YOUNGER).first
+    assert most is not None
+    others = ((OLDER, 2), (YOUNGER, most.new_tokens_max))
+    command = Fail(OLDER, DECODE, Failed(Cause.OUT_OF_PAGES), 2, others)
+    assert decide(log.history, command) == ()
+
+
 # --- lose -------------------------------------------------------------------------------------
 
 
