@@ -11,6 +11,9 @@ from lifecycle.crossguards import CROSS_GUARDS
 from lifecycle.guards import GUARDS, TABLE_PLACE
 from lifecycle.rules import RULES
 from property_tests.bug_pages import stale, trace_path
+from property_tests.changed_logs import caught_by_changes
+from property_tests.guard_removal import RULE_NAMES, sites, walk_without
+from property_tests.guard_survivors import CODE_SURVIVORS, RULES_BACKED_UP, reason
 from property_tests.mutants import BY_NAME, CANARY, HARMLESS, MUTANTS, WORLDS, Mutant, hunt
 
 QUICK_RUNS = 60
@@ -117,3 +120,26 @@ def test_the_number_of_worlds_shares_nothing_with_the_modes_of_seeds() -> None:
     assert len(WORLDS) % 2 == 1
     used = {kind for world in WORLDS.values() for kind, count in world.faults.items() if count}
     assert used == set(FAULTS)
+
+
+def test_a_changed_log_shows_every_rule_guard_that_is_not_backed_up() -> None:
+    """A reducer without a guard accepts something to which a second model objects."""
+    caught = caught_by_changes()
+    missed = {name for name in RULE_NAMES if name not in caught}
+    assert missed == set(RULES_BACKED_UP)
+
+
+def test_survivors_are_guards_that_exist() -> None:
+    """No reason is kept for a guard that is gone."""
+    explained = {reason(site.name) for site in sites()}
+    assert set(CODE_SURVIVORS.values()) <= explained
+
+
+SAMPLE = ("EngineCore._take_back: if self.touched", "Scheduler._seen: if request == FLEET")
+
+
+@pytest.mark.parametrize("begins", SAMPLE)
+def test_a_removed_guard_of_the_decision_code_is_noticed(begins: str) -> None:
+    """Cut out of its function's syntax tree, in a process of its own, a guard is missed."""
+    site = next(site for site in sites() if begins in site.name)
+    assert walk_without(site)
