@@ -45,7 +45,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 async def one_event_loop(anyio_backend: str) -> AsyncIterator[str]:
     """All async tests share one loop: the gRPC library's poller outlives the loop of a test.
 
@@ -53,6 +53,14 @@ async def one_event_loop(anyio_backend: str) -> AsyncIterator[str]:
     """
     yield anyio_backend
     await anyio.lowlevel.checkpoint()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let every async test, and no other, run on the one loop."""
+    for item in items:
+        if item.get_closest_marker("anyio") is not None and isinstance(item, pytest.Function):
+            item.fixturenames.insert(0, "one_event_loop")
 
 
 @pytest.fixture(scope="session")

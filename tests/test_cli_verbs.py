@@ -107,6 +107,8 @@ ALONE: list[tuple[int, str]] = [
     (0, "credentials new --role operator"),
     *((0, f"{verb} --help") for verb in ("serve", "scheduler", "prefill", "decode", "demo")),
     (0, "bench serve --help"),
+    (0, "fuzz --runs 1 --seed 1"),
+    (2, "fuzz --runs 0"),
     (0, "replay {good}"),
     (0, "log export --log {good}"),
     (1, "log show nobody --log {good}"),
