@@ -68,6 +68,9 @@ class World(Options):
         except AllocatorError as error:
             self.hint = EYES["allocator"]
             raise Found("allocator", str(error)) from error
+        except ValueError as error:
+            self.hint = EYES["ill-formed"]
+            raise Found("ill-formed", str(error)) from error
 
     def _do_submit(self) -> None:
         asked = self.scenario.asked[self.asked]

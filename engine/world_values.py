@@ -41,6 +41,7 @@ EYES: Mapping[str, str] = {
     "foreign-staging": "drained-before-released",
     "freed-but-held": "acted-after-logged",
     "id-minted-twice": "one-decision",
+    "ill-formed": "one-decision",
     "isolation": "read-what-was-written",
     "leak": "conservation",
     "never-quiet": "bounded",

@@ -53,6 +53,14 @@ CODE_SURVIVORS: Mapping[tuple[str, str], str] = MappingProxyType(
         ("Judge._repeat", "same and isinstance"): "backed up by the answers that a line keeps",
         ("Judge._take_failure", "self.position > before"): "harmless: a failure is said once, and "
         "its answer changes nothing",
+        ("PrefillCore.plan_step", "job.source is None"): "harmless: a pass may hold slices of no "
+        "tokens",
+        ("_fail", "other is None and whole"): "needs that a request's last token and another's "
+        "need of pages meet; kept as the trace aborted-when-answered",
+        ("_runs_on", "state.admitted is None"): "harmless: an ended request's pages are on their "
+        "way home as well",
+        ("DecodeCore._fence_lost", "life is None"): "harmless to isolation: a living writer is "
+        "shut out, and its attempt fails",
         ("PrefillCore._post", "runs is None"): TYPES,
         ("PrefillCore._release_source", "source is None"): "backed up by `_release`, which asks "
         "whether a step runs",

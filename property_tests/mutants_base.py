@@ -81,7 +81,11 @@ WORLDS: Mapping[str, Scenario] = MappingProxyType(
         ),
         "limits": attrs.evolve(focus(cancel=2, tick=1, reland=2), asked=LIMITS, ranks=1, staging=3),
         "failures": attrs.evolve(
-            focus(fail=2, doubt=2, hang=1, step_fails=1, reland=1), judged=False
+            focus(declare_lost=2, fail=3, doubt=1, hang=1),
+            asked=(Asked(5, 2),) * 3,
+            attempts_max=4,
+            judged=False,
+            slow=frozenset({"land"}),
         ),
         "two kinds": attrs.evolve(
             focus(cancel=1, fail=1, lose=1), kinds=2, decode_pages=40, attempts_max=1
@@ -117,6 +121,7 @@ WORLDS: Mapping[str, Scenario] = MappingProxyType(
             prefill_pages=40,
             decode_pages=40,
             slots=2,
+            placing=True,
         ),
     }
 )

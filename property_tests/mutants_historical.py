@@ -237,8 +237,8 @@ HISTORICAL: tuple[Mutant, ...] = (
         "sglang #34149, sglang #36333",
         story="A result that was in flight emitted its token after the abort.",
         guard="the relay forwards only while the attempt decodes",
-        rules="quiet-after-end",
-        oracles="token-after-end token-order",
+        rules="quiet-after-end one-decision",
+        oracles="token-after-end token-order ill-formed",
         scheduler=scheduler.RelaysAlways,
     ),
     mutant(
@@ -289,8 +289,8 @@ HISTORICAL: tuple[Mutant, ...] = (
         story="One flag deferred the release for two pending transfers. The first that completed "
         "took the flag down, and the pages were free while the second still landed.",
         guard="PrefillCore._writing counts writes",
-        rules="drained-is-final drained-before-released acted-after-logged",
-        oracles="late-write",
+        rules="drained-is-final drained-before-released acted-after-logged bounded",
+        oracles="late-write failed-for-nothing",
         prefill=prefill.SharedFlag,
     ),
 )
