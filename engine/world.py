@@ -52,7 +52,6 @@ class World(Options):
         name, *whom = action
         if name in self.budget:
             self.budget[name] -= 1
-            self.budget_used = True
             self.sometimes[name] += 1
         try:
             getattr(self, "_do_" + name.replace("-", "_"))(*whom)

@@ -85,7 +85,6 @@ class Shells:
         self.budget = dict(scenario.faults)
         self.asked = 0
         self.hint = ""
-        self.budget_used = False
         self.sometimes: Counter[str] = Counter()
         self.scheduler = self._new_scheduler()
         self.perform(self.scheduler.resume((), self.now))

@@ -69,10 +69,10 @@ WORLDS: Mapping[str, Scenario] = MappingProxyType(
         "streams": focus(breaks=4, lose=1, repeat=1, swap=1, cancel=1),
         "lost engines": focus(restart=1, declare_lost=2, breaks=2),
         "slow store": attrs.evolve(
-            focus(crash=4),
-            asked=(Asked(3, 1),) * 4,
+            focus(crash=6),
+            asked=(Asked(3, 1),) * 6,
             ranks=1,
-            slow=frozenset({"flush", "land"}),
+            slow=frozenset({"flush", "land", "submit"}),
         ),
         "placing": attrs.evolve(CROWDED, placing=True, judged=False),
         "tight": attrs.evolve(focus(cancel=4), asked=(*ODD, Asked(3, 2)), decode_pages=4),

@@ -79,8 +79,8 @@ DESIGN: tuple[Mutant, ...] = (
         "",
         story="A write in flight is acknowledged as ended: the proof itself is forged.",
         guard="PrefillCore._writing",
-        rules="drained-is-final quiet-after-end",
-        oracles="late-write",
+        rules="drained-is-final quiet-after-end bounded",
+        oracles="late-write failed-for-nothing",
         prefill=prefill.AckEarly,
     ),
     mutant(
@@ -101,7 +101,7 @@ DESIGN: tuple[Mutant, ...] = (
         "what was lost is never asked for again, and the request never closes.",
         guard="Scheduler.propose takes numbers without gaps",
         rules="bounded conservation",
-        oracles="stuck leak never-quiet not-closed",
+        oracles="stuck leak never-quiet not-closed failed-for-nothing",
         scheduler=scheduler.DrainOvertakes,
     ),
     mutant(
@@ -174,7 +174,7 @@ DESIGN: tuple[Mutant, ...] = (
         "is refused, and its pages never come home.",
         guard="Drained and Released are matched by grant",
         rules="bounded conservation",
-        oracles="stuck leak never-quiet not-closed",
+        oracles="stuck leak never-quiet not-closed failed-for-nothing",
         scheduler=scheduler.SettlesByAttempt,
     ),
     mutant(
@@ -184,7 +184,7 @@ DESIGN: tuple[Mutant, ...] = (
         "request never closes.",
         guard="decide puts a lost owner's grants into quarantine",
         rules="bounded conservation",
-        oracles="stuck leak not-closed",
+        oracles="stuck leak not-closed failed-for-nothing",
         scheduler=scheduler.OwnerLostForgotten,
     ),
     mutant(
@@ -204,7 +204,7 @@ DESIGN: tuple[Mutant, ...] = (
         "takes that for final. Nothing is proposed again, and the request hangs.",
         guard="EngineCore.propose asks its own copy",
         rules="bounded conservation",
-        oracles="stuck leak not-closed never-quiet",
+        oracles="stuck leak not-closed never-quiet failed-for-nothing",
         prefill=prefill.EarlyFinalPrefill,
         decode=decode.EarlyFinalDecode,
     ),
