@@ -4,7 +4,7 @@ Owns: pure functions from a reduced log and a command to the events that follow.
 Must not know: queues, streams, stores; nothing here remembers anything.
 
 `decide(history, command)` returns the events in the order in which they are to be appended;
-`audience` and `waits_for_durability` say who is to see an entry, and when.
+`waits_for_durability` says which events nobody may see before they are durable.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import attrs
 from lifecycle.admission import Limits, Submission, admit, growth_booked, refuse, rejected
 from lifecycle.events import (
     Aborted,
-    Admitted,
     Attached,
     Cause,
-    Entry,
     Event,
     Failed,
     Leg,
@@ -48,7 +46,6 @@ __all__ = [
     "Restart",
     "Submission",
     "admit",
-    "audience",
     "decide",
     "growth_booked",
     "refuse",
@@ -297,22 +294,7 @@ def _why(history: History, grant: Grant) -> QuarantineCause:
     return QuarantineCause.NO_PROOF
 
 
-# --- who sees what, and when ------------------------------------------------------------------
-
-
-def audience(state: RequestState, entry: Entry) -> tuple[tuple[EngineId, int], ...]:
-    """The engines that an entry of a request concerns: its legs, owners and parties so far."""
-    seen: dict[tuple[EngineId, int], None] = {}
-    if state.admitted is not None:
-        for leg in (state.admitted.prefill, state.admitted.decode):
-            seen[(leg.engine, leg.incarnation)] = None
-    for grant in state.grants:
-        for party in (grant.id.owner, *grant.reserved.parties):
-            seen[(party.engine, party.incarnation)] = None
-    if isinstance(entry.event, Admitted):
-        for leg in (entry.event.prefill, entry.event.decode):
-            seen[(leg.engine, leg.incarnation)] = None
-    return tuple(seen)
+# --- what waits for the disk -------------------------------------------------------------------
 
 
 def waits_for_durability(event: Event) -> bool:

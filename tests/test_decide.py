@@ -12,7 +12,6 @@ from lifecycle.decide import (
     Look,
     Lose,
     Restart,
-    audience,
     decide,
     victim,
     waits_for_durability,
@@ -341,17 +340,7 @@ def test_a_restart_aborts_every_open_request_and_no_other() -> None:
     )
 
 
-# --- audience and durability ------------------------------------------------------------------
-
-
-def test_an_entry_concerns_its_legs_owners_and_parties() -> None:
-    """Whoever owns, writes or runs is told; engines of other requests are not."""
-    log = hand.decoding(Log())
-    log.add(hand.attached(attrs.evolve(DECODE, engine=EngineId("d1")), Role.DECODE), request=FLEET)
-    _, entry = log.entries[-2]
-    assert audience(log.state(), entry) == ((PREFILL.engine, 1), (DECODE.engine, 1))
-    first = log.entries[3][1]
-    assert audience(hand.new(Log()).state(), first) == ((PREFILL.engine, 1), (DECODE.engine, 1))
+# --- durability --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
