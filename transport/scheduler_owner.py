@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import anyio
 import attrs
@@ -253,6 +253,8 @@ class SchedulerOwner:
                 self.clients.outcome(effect)
             case TellClosed():
                 self.clients.closed(effect.request)
+            case _:
+                assert_never(effect)
 
     def _fleet_changed(self, effect: Append) -> None:
         event = effect.entry.event
