@@ -17,10 +17,13 @@ from typing import Generic, Self, TypeVar
 import attrs
 
 from engine.allocator import PageAllocator
+from engine.digests import Keyed
 from engine.effects import EngineEffect, Forget, Payload, Propose, Step
 from engine.holdings import Holding, Key, proposal_key
 from lifecycle.events import (
+    Admitted,
     ByEngine,
+    Cause,
     Drained,
     Entry,
     Failed,
@@ -69,9 +72,15 @@ class EngineCore(Generic[JobT]):
     """What this engine's first grant of an attempt is for."""
 
     def __init__(
-        self, party: Party, *, pages: int, page_tokens: int, mint: Callable[[], int]
+        self,
+        party: Party,
+        *,
+        pages: int,
+        page_tokens: int,
+        mint: Callable[[], int],
+        digest: Keyed,
     ) -> None:
-        """Begin with an empty copy and a whole pool; `mint` draws the grants' random tags."""
+        """Begin with an empty copy; `mint` draws grants' tags, `digest` digests a prompt."""
         self.party = party
         self.page_tokens = page_tokens
         self.epoch = 0
@@ -93,6 +102,7 @@ class EngineCore(Generic[JobT]):
         self.effects: list[EngineEffect] = []
         self.waiting: dict[RequestId, None] = {}
         self._mint = mint
+        self._digest = digest
 
     def copy(self, mint: Callable[[], int]) -> Self:
         """An independent copy that draws its tags elsewhere; values inside are shared."""
@@ -343,6 +353,16 @@ class EngineCore(Generic[JobT]):
         del self.log.requests[request]
         for key in [k for k in self.refused if k[0] == request]:
             del self.refused[key]
+
+    def _same_prompt(self, admitted: Admitted, job: Job) -> bool:
+        """Whether the payload is the prompt that was admitted; the attempt fails where it is not."""
+        tokens = job.payload.tokens
+        mine = (len(tokens), self._digest(job.request, tokens))
+        if mine == (admitted.prompt_tokens, admitted.prompt_digest):
+            return True
+        message = f"{len(tokens)} prompt tokens came with an admission of {admitted.prompt_tokens}"
+        self.fail(job, Failed(Cause.PROMPT_MISMATCH, message))
+        return False
 
     # --- what subclasses say ------------------------------------------------------------------
 

@@ -76,13 +76,12 @@ class DecodeCore(EngineCore[DecodeJob]):
         digest: Keyed,
     ) -> None:
         """A step runs at most `batch` requests; growth begins with `growth_tokens` and doubles."""
-        super().__init__(party, pages=pages, page_tokens=page_tokens, mint=mint)
+        super().__init__(party, pages=pages, page_tokens=page_tokens, mint=mint, digest=digest)
         self.batch = batch
         self.growth_tokens = growth_tokens
         self.fencing: set[tuple[GrantId, Party]] = set()
         self.fenced: set[tuple[GrantId, Party]] = set()
         self.retired: set[GrantId] = set()
-        self._digest = digest
         self._turn = 0
 
     def copy(self, mint: Callable[[], int]) -> Self:
@@ -206,7 +205,7 @@ class DecodeCore(EngineCore[DecodeJob]):
         if job is None or not self.is_live(job) or state.admitted is None:
             self.waiting.pop(state.request, None)
             return
-        if not self._same_prompt(state, job):
+        if not self._same_prompt(state.admitted, job):
             return
         if not job.reserved:
             self._reserve(state, job)
@@ -222,17 +221,6 @@ class DecodeCore(EngineCore[DecodeJob]):
             self.propose(state, job.finished)
         else:
             self._grow(state, job)
-
-    def _same_prompt(self, state: RequestState, job: DecodeJob) -> bool:
-        admitted = state.admitted
-        if admitted is None:
-            return False
-        mine = (len(job.payload.tokens), self._digest(state.request, job.payload.tokens))
-        if mine == (admitted.prompt_tokens, admitted.prompt_digest):
-            return True
-        message = f"{mine[0]} prompt tokens came with an admission of {admitted.prompt_tokens}"
-        self.fail(job, Failed(Cause.PROMPT_MISMATCH, message))
-        return False
 
     def _reserve(self, state: RequestState, job: DecodeJob) -> None:
         admitted = state.admitted

@@ -92,14 +92,13 @@ class PrefillCore(EngineCore[PrefillJob]):
         digest: Keyed,
     ) -> None:
         """`staging` pages hold writes in flight; a step computes at most `chunk_tokens`."""
-        super().__init__(party, pages=pages, page_tokens=page_tokens, mint=mint)
+        super().__init__(party, pages=pages, page_tokens=page_tokens, mint=mint, digest=digest)
         self.staging = PageAllocator(staging)
         self.chunk_tokens = chunk_tokens
         self.writings: dict[int, Writing] = {}
         self.posted: dict[GrantId, int] = {}
         self.reports: dict[tuple[GrantId, TokenRange], Transferred] = {}
         self.next_ticket = 1
-        self._digest = digest
 
     def copy(self, mint: Callable[[], int]) -> Self:
         """As the base class says."""
@@ -222,7 +221,7 @@ class PrefillCore(EngineCore[PrefillJob]):
             self.waiting.pop(state.request, None)
             self._drop_reports(state)
             return
-        if not self._same_prompt(state, job):
+        if not self._same_prompt(state.admitted, job):
             return
         if job.source is None:
             self._reserve(state, job)
@@ -232,17 +231,6 @@ class PrefillCore(EngineCore[PrefillJob]):
             if self.party in grant.undrained:
                 self._write(state, job, grant)
         self._release_source(state, job)
-
-    def _same_prompt(self, state: RequestState, job: PrefillJob) -> bool:
-        admitted = state.admitted
-        if admitted is None:
-            return False
-        mine = (len(job.payload.tokens), self._digest(state.request, job.payload.tokens))
-        if mine == (admitted.prompt_tokens, admitted.prompt_digest):
-            return True
-        message = f"{mine[0]} prompt tokens came with an admission of {admitted.prompt_tokens}"
-        self.fail(job, Failed(Cause.PROMPT_MISMATCH, message))
-        return False
 
     def _reserve(self, state: RequestState, job: PrefillJob) -> None:
         tokens = len(job.payload.tokens)

@@ -276,14 +276,10 @@ def _look(history: History, now_ns: int) -> Iterable[Decided]:
     for state in list(history.requests.values()):
         if state.phase in OPEN and now_ns >= state.deadline_ns:
             yield state.request, Aborted(Cause.DEADLINE, "scheduler")
+        # Only an attempt that ended has a time to settle by.
         if state.settle_by_ns and now_ns >= state.settle_by_ns:
             for grant in state.unsettled:
-                if (
-                    state.phase is Phase.ENDED
-                    or grant.attempt < state.attempt
-                    or (state.phase is Phase.REQUEUED)
-                ):
-                    yield state.request, Quarantined(grant.id, _why(history, grant))
+                yield state.request, Quarantined(grant.id, _why(history, grant))
 
 
 def _why(history: History, grant: Grant) -> QuarantineCause:

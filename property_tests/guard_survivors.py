@@ -42,8 +42,6 @@ CODE_SURVIVORS: Mapping[tuple[str, str], str] = MappingProxyType(
         "in the mutant wrong-field",
         ("PrefillCore._advance", "not self._same_prompt"): "backed up by coverage; both are "
         "removed in the mutant wrong-field",
-        ("DecodeCore._same_prompt", "admitted is None"): TYPES,
-        ("PrefillCore._same_prompt", "admitted is None"): TYPES,
         ("DecodeCore._reserve", "admitted is None"): TYPES,
         ("DecodeCore._grow", "admitted is None"): "harmless: growth is asked for earlier",
         ("DecodeCore._grow", "room >= most"): "equivalent: no pages can be taken for no tokens",

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.core import EngineCore
+from engine.core import EngineCore, Job
 from engine.decode import DecodeCore, DecodeJob
 from engine.effects import Propose, VerifyPages
 from engine.holdings import proposal_key
 from lifecycle.events import (
     Aborted,
+    Admitted,
     Cause,
     Proposable,
     Proposal,
@@ -167,8 +168,8 @@ class ReadBeforeDrain(ReadsWhatCame):
 class BelievesPlaceholder(ReadsWhatCame):
     """Decode believes its own copy of the prompt, and takes what the writers say for the whole."""
 
-    def _same_prompt(self, state: RequestState, job: DecodeJob) -> bool:
-        return state.admitted is not None
+    def _same_prompt(self, admitted: Admitted, job: Job) -> bool:
+        return True
 
 
 class OnlyKv(DecodeCore):

@@ -14,7 +14,7 @@ import attrs
 from engine.core import Job
 from engine.effects import EngineEffect
 from engine.prefill import Posted, PrefillCore, PrefillJob
-from lifecycle.events import Aborted, Drained, Proof, Purpose
+from lifecycle.events import Aborted, Admitted, Drained, Proof, Purpose
 from lifecycle.ids import GrantId
 from lifecycle.state import LIVE, Grant, Phase, RequestState
 from property_tests.mutants_decode import EarlyFinal, KeepsPosition
@@ -140,8 +140,8 @@ class ShortHandoff(PrefillCore):
 class WritesPlaceholder(PrefillCore):
     """Prefill writes what it was given, whatever the admission says about its length."""
 
-    def _same_prompt(self, state: RequestState, job: PrefillJob) -> bool:
-        return state.admitted is not None
+    def _same_prompt(self, admitted: Admitted, job: Job) -> bool:
+        return True
 
 
 class OneTagSource(PrefillCore):
