@@ -37,7 +37,7 @@ from lifecycle.events import (
 )
 from lifecycle.history import History
 from lifecycle.ids import FLEET, EngineId, Party, RequestId
-from lifecycle.state import Phase, RequestState, Settlement, Violation
+from lifecycle.state import Grant, Phase, RequestState, Settlement, Violation
 
 
 class SequencerError(RuntimeError):
@@ -211,7 +211,7 @@ class Sequencer:
         state = self.log.requests.get(request)
         if state is None or state.phase not in {Phase.CLOSED, Phase.REJECTED}:
             return
-        if any(g.settlement is Settlement.QUARANTINED for g in state.grants):
+        if any(self._may_change(grant) for grant in state.grants):
             return
         last = self.entries[request][-1][0]
         for party in self._parties(request):
@@ -225,6 +225,13 @@ class Sequencer:
         for key in [k for k in self.drops if k[1] == request]:
             del self.drops[key]
         self.effects.append(TellClosed(request))
+
+    def _may_change(self, grant: Grant) -> bool:
+        """Whether somebody who lives may still say something of a quarantined grant."""
+        parties = (grant.id.owner, *grant.undrained)
+        lives = [self.log.fleet.life(p.engine, p.incarnation) for p in parties]
+        alive = any(life is not None and life.lost is None for life in lives)
+        return grant.settlement is Settlement.QUARANTINED and alive
 
     def _carry_out(self, command: Command) -> None:
         for request, event in decide(self.log, command):

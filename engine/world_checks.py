@@ -201,10 +201,18 @@ class Checks(Shells):
         if live != log.requests or fresh.ledger != log.ledger or fresh.fleet != log.fleet:
             raise Found("replay-differs", "the replayed log is not the live state")
         for request, state in fresh.requests.items():
-            if request not in log.requests and any(
-                g.settlement is not Settlement.RELEASED for g in state.grants
-            ):
-                raise Found("forgotten", f"{request} was forgotten with pages in quarantine")
+            if request in log.requests:
+                continue
+            for grant in state.grants:
+                lives = [
+                    fresh.fleet.life(p.engine, p.incarnation)
+                    for p in (grant.id.owner, *grant.undrained)
+                ]
+                # What only the dead could settle has ended with them.
+                if grant.settlement is not Settlement.RELEASED and any(
+                    life is not None and life.lost is None for life in lives
+                ):
+                    raise Found("forgotten", f"{request} was forgotten with pages in quarantine")
 
     # --- copies -------------------------------------------------------------------------------
 

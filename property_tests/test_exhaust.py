@@ -67,7 +67,7 @@ PINNED = {
             eager=EAGER | {"flush"},
             faults={"restart": 1},
         ),
-        4027,
+        3404,
         39,
     ),
     "two requests, the scheduler crashes and an engine restarts": (
@@ -78,8 +78,8 @@ PINNED = {
             eager=AT_ONCE,
             faults={"crash": 1, "restart": 1},
         ),
-        7989,
-        26,
+        7192,
+        25,
     ),
     "two requests in turn over two writers, abort": (
         attrs.evolve(TURNS, faults={"cancel": 1}),

@@ -417,6 +417,25 @@ def test_a_replaced_engine_is_lost_and_its_requests_go_elsewhere() -> None:
     assert replay(driver.log).clean
 
 
+def test_a_request_whose_pages_died_with_their_owner_is_forgotten() -> None:
+    """Nobody can settle a lost life's grants any more, so nothing is kept in memory for them."""
+    driver = _pair()
+    request = driver.submit()
+    _decoding(driver, request)
+    driver.kill(DECODE)
+    driver.join(Role.DECODE, Party(EngineId("d1"), 1, 0))
+    driver.run()
+    assert "Quarantined" in driver.events(request)
+    assert isinstance(driver.outcomes[request], Finished)
+    scheduler = driver.scheduler
+    assert request not in scheduler.log.requests
+    assert request not in scheduler.entries
+    driver.tick()
+    assert request in driver.closed
+    assert [name for core in driver.cores.values() for name in core.log.requests] == []
+    assert replay(driver.log).clean
+
+
 def test_an_engine_that_may_not_join_is_told_what_was_compared() -> None:
     """An old or lost incarnation and another layout are refused; the same life is recognised."""
     driver = _pair()
