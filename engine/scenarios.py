@@ -39,23 +39,106 @@ CROWDED = Scenario(
 )
 """More than fits at once, so that pages change hands: two writer ranks, one decode engine."""
 
-SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
+
+def focus(**faults: int) -> Scenario:
+    """The scenario with these faults only; `breaks` are breaks of a stream."""
+    named = {name.replace("_", "-"): count for name, count in faults.items()}
+    if "breaks" in named:
+        named["break"] = named.pop("breaks")
+    return attrs.evolve(CROWDED, faults=named)
+
+
+ODD = (Asked(5, 2), Asked(5, 1), Asked(5, 2))
+LIMITS = (Asked(8, 1), Asked(9, 3), Asked(10, 1), Asked(9, 4), Asked(2, 1), Asked(3, 2))
+"""Lengths at a page and at either pool, one below and one above."""
+
+WORLDS: Mapping[str, Scenario] = MappingProxyType(
     {
         "crowded": CROWDED,
-        "placing": attrs.evolve(CROWDED, placing=True),
+        "cancels": attrs.evolve(focus(cancel=3, lose=1, repeat=1), judged=False),
+        "deadlines": attrs.evolve(focus(cancel=3, tick=3, doubt=1, hang=1), judged=False),
+        "streams": focus(breaks=4, lose=1, repeat=1, swap=1, cancel=1),
+        "lost engines": focus(restart=1, declare_lost=2, breaks=2),
+        "slow store": attrs.evolve(
+            focus(crash=6),
+            asked=(Asked(3, 1),) * 6,
+            ranks=1,
+            slow=frozenset({"flush", "land", "submit"}),
+        ),
+        "placing": attrs.evolve(CROWDED, placing=True, judged=False),
+        "tight": attrs.evolve(focus(cancel=4), asked=(*ODD, Asked(3, 2)), decode_pages=4),
+        "lying plane": attrs.evolve(
+            focus(lie=8), asked=(Asked(3, 4),) * 6, decode_pages=4, ranks=1
+        ),
+        "limits": attrs.evolve(focus(cancel=2, tick=1, reland=2), asked=LIMITS, ranks=1, staging=3),
+        "failures": attrs.evolve(
+            focus(declare_lost=2, fail=3, doubt=1, hang=1),
+            asked=(Asked(5, 2),) * 3,
+            attempts_max=4,
+            judged=False,
+            slow=frozenset({"land"}),
+        ),
+        "two kinds": attrs.evolve(
+            focus(cancel=1, fail=1, lose=1), kinds=2, decode_pages=40, attempts_max=1
+        ),
+        "misfit": attrs.evolve(focus(restart=3, cancel=1, breaks=1), misfit_life=2),
+        "fences": attrs.evolve(
+            focus(restart=2, declare_lost=1),
+            asked=(Asked(3, 1),) * 3,
+            placing=True,
+            judged=False,
+            slow=frozenset({"land"}),
+        ),
+        "late joiners": attrs.evolve(
+            focus(restart=1, declare_lost=2, breaks=6, repeat=2),
+            asked=(Asked(3, 3),) * 2,
+            ranks=1,
+            attempts_max=4,
+        ),
+        "nothing wrong": attrs.evolve(
+            focus(), asked=(Asked(2, 5),) * 4, decode_pages=5, growth_tokens=2
+        ),
+        "slow answers": attrs.evolve(
+            focus(process_crash=3, breaks=2, cancel=1),
+            asked=(Asked(3, 2),) * 4,
+            slow=frozenset({"answer"}),
+        ),
+        "losses": attrs.evolve(
+            focus(lose=6, cancel=3), asked=(Asked(3, 3),) * 3, ranks=1, late_cancels=True
+        ),
+        "roomy": attrs.evolve(
+            focus(),
+            asked=(Asked(60, 5), Asked(0, 1), *(Asked(2, 5),) * 4),
+            prefill_pages=40,
+            decode_pages=40,
+            slots=2,
+            placing=True,
+        ),
+    }
+)
+"""Each danger in a world of its own: the worlds in which mutants are hunted."""
+
+SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
+    {
+        **{name: attrs.evolve(world, judged=True) for name, world in WORLDS.items()},
         "four pages": attrs.evolve(CROWDED, decode_pages=4),
         "one rank": attrs.evolve(CROWDED, ranks=1, staging=1),
-        "tight": attrs.evolve(CROWDED, placing=True, decode_pages=3, chunk_tokens=8),
+        "narrow": attrs.evolve(CROWDED, placing=True, decode_pages=3, chunk_tokens=8),
         "growing": attrs.evolve(
             CROWDED,
-            asked=(Asked(2, 5), Asked(2, 5), Asked(2, 5)),
+            asked=(Asked(2, 5),) * 3,
             decode_pages=5,
             growth_tokens=2,
             attempts_max=3,
         ),
-        "lying plane": attrs.evolve(CROWDED, faults={**FAULTS, "lie": 2}),
-        "cancels": attrs.evolve(CROWDED, faults={"cancel": 3, "lose": 1, "repeat": 1}),
-        "lost engines": attrs.evolve(CROWDED, faults={"restart": 2, "declare-lost": 1, "break": 3}),
+        "everything and lies": attrs.evolve(CROWDED, faults={**FAULTS, "lie": 2}),
+        "growing by fences": attrs.evolve(
+            CROWDED,
+            asked=(Asked(2, 5),) * 3,
+            decode_pages=5,
+            growth_tokens=2,
+            placing=True,
+        ),
     }
 )
 """What a walk visits in turn; their number is odd, so that each meets every mode of a seed."""

@@ -1,6 +1,6 @@
-"""What a mutant is, and the one set of worlds and settings with which all of them are hunted.
+"""What a mutant is, and how all of them are hunted in one set of worlds with one set of settings.
 
-Owns: the worlds, how a mutant's code gets into one, the hunt.
+Owns: how a mutant's code gets into one, the hunt.
 Must not know: any mutant; the families and the registry stand beside it.
 
 Run number n walks the n-th world of the set, in turn, with n as its seed.
@@ -19,113 +19,13 @@ import attrs
 from engine.decode import DecodeCore
 from engine.explorer import Outcome, walk
 from engine.prefill import PrefillCore
+from engine.scenarios import CROWDED, WORLDS, focus
 from engine.scheduler import Scheduler
 from engine.world import World
-from engine.world_values import Asked, Found, Scenario
+from engine.world_values import Found, Scenario
 from lifecycle.history import History
 
-FAULTS = {
-    "lose": 2,
-    "repeat": 2,
-    "swap": 2,
-    "break": 1,
-    "crash": 2,
-    "process-crash": 1,
-    "cancel": 2,
-    "tick": 2,
-    "doubt": 1,
-    "hang": 1,
-    "fail": 1,
-    "reland": 2,
-    "restart": 1,
-    "declare-lost": 1,
-    "step-fails": 1,
-}
-CROWDED = Scenario(
-    asked=(Asked(4, 2), Asked(5, 2), Asked(5, 1), Asked(1, 3), Asked(4, 2)),
-    decode_pages=6,
-    faults=FAULTS,
-)
-"""More than fits at once, so that pages change hands: two writer ranks, one decode engine."""
-
-
-def focus(**faults: int) -> Scenario:
-    """The scenario with these faults only; `breaks` are breaks of a stream."""
-    named = {name.replace("_", "-"): count for name, count in faults.items()}
-    if "breaks" in named:
-        named["break"] = named.pop("breaks")
-    return attrs.evolve(CROWDED, faults=named)
-
-
-ODD = (Asked(5, 2), Asked(5, 1), Asked(5, 2))
-LIMITS = (Asked(8, 1), Asked(9, 3), Asked(10, 1), Asked(9, 4), Asked(2, 1), Asked(3, 2))
-"""Lengths at a page and at either pool, one below and one above."""
-
-WORLDS: Mapping[str, Scenario] = MappingProxyType(
-    {
-        "crowded": CROWDED,
-        "cancels": attrs.evolve(focus(cancel=3, lose=1, repeat=1), judged=False),
-        "deadlines": attrs.evolve(focus(cancel=3, tick=3, doubt=1, hang=1), judged=False),
-        "streams": focus(breaks=4, lose=1, repeat=1, swap=1, cancel=1),
-        "lost engines": focus(restart=1, declare_lost=2, breaks=2),
-        "slow store": attrs.evolve(
-            focus(crash=6),
-            asked=(Asked(3, 1),) * 6,
-            ranks=1,
-            slow=frozenset({"flush", "land", "submit"}),
-        ),
-        "placing": attrs.evolve(CROWDED, placing=True, judged=False),
-        "tight": attrs.evolve(focus(cancel=4), asked=(*ODD, Asked(3, 2)), decode_pages=4),
-        "lying plane": attrs.evolve(
-            focus(lie=8), asked=(Asked(3, 4),) * 6, decode_pages=4, ranks=1
-        ),
-        "limits": attrs.evolve(focus(cancel=2, tick=1, reland=2), asked=LIMITS, ranks=1, staging=3),
-        "failures": attrs.evolve(
-            focus(declare_lost=2, fail=3, doubt=1, hang=1),
-            asked=(Asked(5, 2),) * 3,
-            attempts_max=4,
-            judged=False,
-            slow=frozenset({"land"}),
-        ),
-        "two kinds": attrs.evolve(
-            focus(cancel=1, fail=1, lose=1), kinds=2, decode_pages=40, attempts_max=1
-        ),
-        "misfit": attrs.evolve(focus(restart=3, cancel=1, breaks=1), misfit_life=2),
-        "fences": attrs.evolve(
-            focus(restart=2, declare_lost=1),
-            asked=(Asked(3, 1),) * 3,
-            placing=True,
-            judged=False,
-            slow=frozenset({"land"}),
-        ),
-        "late joiners": attrs.evolve(
-            focus(restart=1, declare_lost=2, breaks=6, repeat=2),
-            asked=(Asked(3, 3),) * 2,
-            ranks=1,
-            attempts_max=4,
-        ),
-        "nothing wrong": attrs.evolve(
-            focus(), asked=(Asked(2, 5),) * 4, decode_pages=5, growth_tokens=2
-        ),
-        "slow answers": attrs.evolve(
-            focus(process_crash=3, breaks=2, cancel=1),
-            asked=(Asked(3, 2),) * 4,
-            slow=frozenset({"answer"}),
-        ),
-        "losses": attrs.evolve(
-            focus(lose=6, cancel=3), asked=(Asked(3, 3),) * 3, ranks=1, late_cancels=True
-        ),
-        "roomy": attrs.evolve(
-            focus(),
-            asked=(Asked(60, 5), Asked(0, 1), *(Asked(2, 5),) * 4),
-            prefill_pages=40,
-            decode_pages=40,
-            slots=2,
-            placing=True,
-        ),
-    }
-)
-"""Every mutant is hunted in all of these; their number shares no factor with the seeds' modes."""
+__all__ = ["CROWDED", "WORLDS", "Hunt", "Mutant", "blinded", "focus", "hunt", "mutant"]
 
 RUNS_MAX = 5_000
 STEPS_MAX = 250

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-import attrs
 import pytest
 
 from engine.explorer import explore, minimise, walk
+from engine.scenarios import CROWDED, SCENARIOS, focus
 from engine.world import World
 from engine.world_values import FAULTS, Asked, Found, Scenario
 from lifecycle.events import Released
-from property_tests.mutants import BY_NAME, CROWDED, focus
-
-SCENARIOS = {
-    "crowded": CROWDED,
-    "placing": attrs.evolve(CROWDED, placing=True),
-    "four pages": attrs.evolve(CROWDED, decode_pages=4),
-    "one rank": attrs.evolve(CROWDED, ranks=1, staging=1),
-    "tight": attrs.evolve(CROWDED, placing=True, decode_pages=3, chunk_tokens=8),
-    "growing": attrs.evolve(
-        CROWDED,
-        asked=(Asked(2, 5), Asked(2, 5), Asked(2, 5)),
-        decode_pages=5,
-        growth_tokens=2,
-        attempts_max=3,
-    ),
-    "lying plane": attrs.evolve(CROWDED, faults={**CROWDED.faults, "lie": 2}),
-}
+from property_tests.mutants import BY_NAME
 
 REACHED = (
     "landed-after-end",
