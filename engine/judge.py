@@ -24,6 +24,9 @@ from lifecycle.events import (
 from lifecycle.ids import EngineId
 from lifecycle.state import OPEN, Phase, RequestState, Violation
 
+ANSWERS_OF_LOST = 64
+"""How many answers are kept for a life that is over, of which one is kept for each engine."""
+
 MESSAGE_CHARACTERS_MAX = 1_000
 """What the log keeps of an engine's words about its failure; they are for people."""
 
@@ -109,11 +112,20 @@ class Judge(Sequencer):
             self._append(request, self.log.state(request).attempt, dropped)
         return answer
 
+    def _forget_lines(self, engine: EngineId, incarnation: int) -> None:
+        """Forget the lives before this one: a life ends when the next begins, so they are over."""
+        for party in [p for p in self.lines if p.engine == engine and p.incarnation < incarnation]:
+            del self.lines[party]
+
     def _lose(self, engine: EngineId, incarnation: int, cause: LostCause) -> None:
         relayed = tuple((name, len(relay.tokens)) for name, relay in self.relays.items())
         self._carry_out(Lose(engine, incarnation, cause, relayed))
         for party in [p for p in self.lines if (p.engine, p.incarnation) == (engine, incarnation)]:
             line = self.lines[party]
             line.acknowledged = self.position
+            # What it may still repeat is answered; its stream has ended, so that is not much.
+            for number in sorted(line.answers)[:-ANSWERS_OF_LOST]:
+                del line.answers[number]
+        self._forget_lines(engine, incarnation)
         for request in tuple(self.log.requests):
             self._evict(request)

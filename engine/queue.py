@@ -20,11 +20,12 @@ from lifecycle.ids import RequestId
 
 @attrs.frozen
 class Pending:
-    """A submission with its payload; `expires_ns` bounds its time in the queue."""
+    """A submission with its payload, in the queue from `since_ns` to `expires_ns` at most."""
 
     wanted: Submission
     payload: Payload
     expires_ns: int
+    since_ns: int = 0
 
 
 class FairQueue:

@@ -28,6 +28,7 @@ from lifecycle.decide import (
     admit,
     refuse,
     rejected,
+    unplaceable,
 )
 from lifecycle.events import (
     Admitted,
@@ -198,7 +199,7 @@ class Scheduler(Judge):
         if refusal is not None:
             self._append(request, 0, refusal)
             return self._done()
-        self.queue.push(Pending(wanted, payload, self.now_ns + self.queue_ns))
+        self.queue.push(Pending(wanted, payload, self.now_ns + self.queue_ns, self.now_ns))
         self._pump()
         return self._done()
 
@@ -237,6 +238,7 @@ class Scheduler(Judge):
                 else f"waited in the queue for longer than the {self.queue_ns} ns that it allows"
             )
             self._reject_waiting(pending, code, reason)
+        self._end_unplaceable()
         self._carry_out(Look(self.now_ns))
         self._pump()
         return self._done()
@@ -324,6 +326,26 @@ class Scheduler(Judge):
         self.queue.pop(pending)
         wanted = pending.wanted
         self._append(wanted.request, 0, rejected(self.log, wanted, self.limits, code, reason))
+
+    def _end_unplaceable(self) -> None:
+        """End who has waited long enough for engines that could hold it.
+
+        Since its last event the fleet is as it is now, so nobody's wait is counted too long.
+        """
+        if not self.engine_wait_ns:
+            return
+        for pending in self.queue.waiting():
+            waited_ns = self.now_ns - max(pending.since_ns, self.log.fleet.time_ns)
+            if waited_ns < self.engine_wait_ns:
+                continue
+            reason = unplaceable(self.log, pending.wanted)
+            if reason is None:
+                continue
+            reason = f"{reason}; it has been so for {waited_ns} ns"
+            if self.log.state(pending.wanted.request).phase is Phase.NEW:
+                self._reject_waiting(pending, RejectCode.NO_ENGINE, reason)
+            else:
+                self._carry_out(End(pending.wanted.request, Cause.NO_ENGINE, "scheduler", reason))
 
     def _pump(self) -> None:
         """Admit from the head of the queue as long as there is room."""

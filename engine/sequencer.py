@@ -79,9 +79,13 @@ class Sequencer:
         digest: Keyed,
         queue_limit: int = 256,
         queue_ns: int = 60_000_000_000,
+        engine_wait_ns: int = 0,
         without: Iterable[str] = (),
     ) -> None:
-        """Begin with an empty log; `resume` takes in what a store holds."""
+        """Begin with an empty log; `resume` takes in what a store holds.
+
+        engine_wait_ns: how long a request waits for engines that could hold it; 0 is for ever.
+        """
         self.limits = limits
         self.epoch = epoch
         self.log = History(without=without)
@@ -89,6 +93,7 @@ class Sequencer:
         self.now_ns = 0
         self.queue = FairQueue(queue_limit)
         self.queue_ns = queue_ns
+        self.engine_wait_ns = engine_wait_ns
         self.relays: dict[RequestId, Relay] = {}
         self.entries: dict[RequestId, list[tuple[int, Entry]]] = {FLEET: []}
         self.audiences: dict[RequestId, tuple[tuple[EngineId, int], ...]] = {}
@@ -204,7 +209,8 @@ class Sequencer:
             new_tokens_max=state.first.new_tokens_max - len(relay.tokens),
             attempt=state.attempt + 1,
         )
-        self.queue.push_again(Pending(wanted, payload, relay.submission.deadline_ns))
+        deadline_ns = relay.submission.deadline_ns
+        self.queue.push_again(Pending(wanted, payload, deadline_ns, self.now_ns))
 
     def _evict(self, request: RequestId) -> None:
         """Forget a closed request once every engine has heard of its end."""

@@ -144,6 +144,29 @@ def admit(history: History, wanted: Submission, limits: Limits) -> Admitted | No
     )
 
 
+def unplaceable(history: History, wanted: Submission) -> str | None:
+    """Say why no pair of the engines that take requests could ever hold this one, or None.
+
+    Pages count as they were attached, so that what others hold at the moment says nothing.
+    """
+    prefills, decodes = _placeable(history, Role.PREFILL), _placeable(history, Role.DECODE)
+    if not prefills or not decodes:
+        return (
+            f"{len(prefills)} prefill and {len(decodes)} decode engines take requests: "
+            "one of each is needed"
+        )
+    source, total = wanted.prompt_tokens, wanted.prompt_tokens + wanted.new_tokens_max
+    for p in (life.attached for life in prefills):
+        for d in (life.attached for life in decodes):
+            fits = prefill_pages(source, p.page_tokens) <= p.pages
+            if p.layout == d.layout and fits and pages_for(total, d.page_tokens) <= d.pages:
+                return None
+    return (
+        f"{source} prompt tokens and {wanted.new_tokens_max} new tokens fit no pair of the "
+        f"{len(prefills)} prefill and {len(decodes)} decode engines that take requests"
+    )
+
+
 def _lives(history: History, role: Role) -> list[Life]:
     return [life for life in history.fleet.alive() if life.attached.role is role]
 

@@ -14,7 +14,15 @@ from typing import assert_never
 
 import attrs
 
-from lifecycle.admission import Limits, Submission, admit, growth_booked, refuse, rejected
+from lifecycle.admission import (
+    Limits,
+    Submission,
+    admit,
+    growth_booked,
+    refuse,
+    rejected,
+    unplaceable,
+)
 from lifecycle.events import (
     Aborted,
     Attached,
@@ -50,6 +58,7 @@ __all__ = [
     "growth_booked",
     "refuse",
     "rejected",
+    "unplaceable",
     "victim",
     "waits_for_durability",
 ]
@@ -79,6 +88,7 @@ class End:
     request: RequestId
     cause: Cause
     reported_by: str
+    message: str = ""
 
 
 @attrs.frozen
@@ -115,7 +125,8 @@ def decide(history: History, command: Command) -> tuple[Decided, ...]:
             state = history.state(command.request)
             if state.phase not in OPEN:
                 return ()
-            return ((command.request, Aborted(command.cause, command.reported_by)),)
+            ended = Aborted(command.cause, command.reported_by, command.message)
+            return ((command.request, ended),)
         case Lose():
             return tuple(_lose(history, command))
         case Look():

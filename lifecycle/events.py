@@ -76,6 +76,7 @@ class Cause(Enum):
     ATTEMPTS_EXHAUSTED = "attempts_exhausted"
     SCHEDULER_RESTARTED = "scheduler_restarted"
     SHUTDOWN = "shutdown"
+    NO_ENGINE = "no_engine"
 
 
 class FinishReason(Enum):

@@ -87,6 +87,7 @@ class Sizes:
     settle_ns: int = 1_000_000
     queue_limit: int = 64
     queue_ns: int = FOREVER_NS
+    engine_wait_ns: int = 0
     fence_scope: FenceScope = FenceScope.GRANT
 
 
@@ -128,6 +129,7 @@ class Driver:
             digest=DIGEST,
             queue_limit=sizes.queue_limit,
             queue_ns=sizes.queue_ns,
+            engine_wait_ns=sizes.engine_wait_ns,
         )
 
     # --- engines ------------------------------------------------------------------------------

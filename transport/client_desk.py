@@ -17,7 +17,7 @@ import structlog
 
 from engine.digests import commitment
 from engine.effects import Payload, TellAdmitted, TellOutcome, TellTokens
-from lifecycle.events import Cause, Finished, RejectCode, Role
+from lifecycle.events import Cause, Finished, RejectCode, Rejected, Role
 from lifecycle.ids import Party, RequestId
 from lifecycle.state import Phase
 from transport import refusals
@@ -106,7 +106,7 @@ class ClientDesk:
     def _numbers(self, record: Record) -> dict[str, object]:
         """What the core compares besides the request's size, as it stands at this moment."""
         core = self.owner.core
-        roles = [life.attached.role for life in core.log.fleet.alive()]
+        roles = [life.attached.role for life in core.log.fleet.alive() if life.usable]
         return {
             "waiting": len(core.queue),
             "queue_limit": core.queue.limit,
@@ -255,6 +255,10 @@ class ClientDesk:
         record = self._records.get(effect.request)
         if record is not None and not isinstance(effect.outcome, Finished):
             self._free_key(record)
+        code = effect.outcome.code if isinstance(effect.outcome, Rejected) else None
+        if record is not None and code is RejectCode.NO_ENGINE:
+            # Engines may have gone since it was asked.
+            record.numbers = self._numbers(record)
         self._outcomes.append(effect)
         self.owner.journal.want(effect.durable)
         self.release()

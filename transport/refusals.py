@@ -59,6 +59,7 @@ ABORTS: dict[Cause, tuple[Code, str]] = {
     Cause.ATTEMPTS_EXHAUSTED: (Code.UNAVAILABLE, "ATTEMPTS_EXHAUSTED"),
     Cause.SCHEDULER_RESTARTED: (Code.UNAVAILABLE, "SCHEDULER_RESTARTED"),
     Cause.SHUTDOWN: (Code.UNAVAILABLE, "SHUTDOWN"),
+    Cause.NO_ENGINE: (Code.UNAVAILABLE, "NO_ENGINE"),
 }
 """Code and reason of a request that ended without its answer after admission."""
 
@@ -76,6 +77,7 @@ _PHRASES: dict[Cause, str] = {
     Cause.ATTEMPTS_EXHAUSTED: "every attempt ended without an answer",
     Cause.SCHEDULER_RESTARTED: "the scheduler was restarted",
     Cause.SHUTDOWN: "the deployment shut down",
+    Cause.NO_ENGINE: "no engine could take the request up again",
 }
 
 _RETRIED = frozenset({RejectCode.QUEUE_FULL, RejectCode.QUEUE_TIMEOUT})

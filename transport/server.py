@@ -114,6 +114,7 @@ def make_owner(
         digest=keyed_digest(key),
         queue_limit=settings.queue_limit,
         queue_ns=nanoseconds(settings.queue_seconds),
+        engine_wait_ns=nanoseconds(settings.engine_wait_seconds),
     )
     owner = SchedulerOwner(
         core,

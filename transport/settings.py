@@ -130,6 +130,8 @@ class SchedulerSettings:
     """Most requests that wait for admission."""
     queue_seconds: float = attrs.field(default=60.0, validator=_above_zero)
     """Longest wait for admission."""
+    engine_wait_seconds: float = attrs.field(default=30.0, validator=_above_zero)
+    """Longest wait for an engine that could hold the request, while there is none."""
     request_seconds_max: float = attrs.field(default=600.0, validator=_above_zero)
     """Longest life of a request, also for clients that give no deadline."""
     attempts_max: int = attrs.field(default=4, validator=_above_zero)

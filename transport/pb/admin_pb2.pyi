@@ -174,6 +174,7 @@ class EngineStatus(_message.Message):
     PLANE_FIELD_NUMBER: _builtins.int
     FENCE_SCOPE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Its name."""
     incarnation: _builtins.int
@@ -194,6 +195,8 @@ class EngineStatus(_message.Message):
     """The data plane."""
     fence_scope: _lifecycle_pb2.FenceScope.ValueType
     """How far the owner can revoke access."""
+    requests: _builtins.int
+    """Requests that run on it, or that have a grant of which it is owner or writer unsettled."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]:
         """Its ranks, in order."""
@@ -212,10 +215,11 @@ class EngineStatus(_message.Message):
         plane: _builtins.str = ...,
         fence_scope: _lifecycle_pb2.FenceScope.ValueType = ...,
         ranks: _abc.Iterable[Global___RankStatus] | None = ...,
+        requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "engine", b"engine", "fence_scope", b"fence_scope", "incarnation", b"incarnation", "layout", b"layout", "page_tokens", b"page_tokens", "plane", b"plane", "ranks", b"ranks", "role", b"role", "slots", b"slots", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "engine", b"engine", "fence_scope", b"fence_scope", "incarnation", b"incarnation", "layout", b"layout", "page_tokens", b"page_tokens", "plane", b"plane", "ranks", b"ranks", "requests", b"requests", "role", b"role", "slots", b"slots", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,6 +267,10 @@ class GetStatusResponse(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    LOG_FAILURE_FIELD_NUMBER: _builtins.int
+    LOG_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    LOG_FREE_BYTES_MIN_FIELD_NUMBER: _builtins.int
+    LOG_FIRST_POSITION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The scheduler's life."""
     log_position: _builtins.int
@@ -279,6 +287,14 @@ class GetStatusResponse(_message.Message):
     """The served model's name."""
     process_id: _builtins.int
     """The scheduler's process id."""
+    log_failure: _builtins.str
+    """Why the log takes nothing now; empty while it does."""
+    log_free_bytes: _builtins.int
+    """Bytes that are free where the log lies; 0 for a log in memory."""
+    log_free_bytes_min: _builtins.int
+    """Below so many free bytes nothing is admitted."""
+    log_first_position: _builtins.int
+    """The position at which the log begins; what was before it has been dropped."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]:
         """Engines, by name."""
@@ -300,10 +316,14 @@ class GetStatusResponse(_message.Message):
         phases: _abc.Iterable[Global___PhaseCount] | None = ...,
         model: _builtins.str = ...,
         process_id: _builtins.int = ...,
+        log_failure: _builtins.str = ...,
+        log_free_bytes: _builtins.int = ...,
+        log_free_bytes_min: _builtins.int = ...,
+        log_first_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "draining", b"draining", "durable_position", b"durable_position", "engines", b"engines", "epoch", b"epoch", "log_position", b"log_position", "model", b"model", "phases", b"phases", "process_id", b"process_id", "queued", b"queued"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "draining", b"draining", "durable_position", b"durable_position", "engines", b"engines", "epoch", b"epoch", "log_failure", b"log_failure", "log_first_position", b"log_first_position", "log_free_bytes", b"log_free_bytes", "log_free_bytes_min", b"log_free_bytes_min", "log_position", b"log_position", "model", b"model", "phases", b"phases", "process_id", b"process_id", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,6 +115,8 @@ class Hello(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MAJOR_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
     role: _lifecycle_pb2.Role.ValueType
     """What the engine does."""
     ranks: _builtins.int
@@ -147,6 +149,10 @@ class Hello(_message.Message):
     """The fingerprint of its tokenizer; compared with the scheduler's unless empty."""
     process: _builtins.str
     """Its process for others of its machine, as in PeerEndpoint."""
+    protocol_major: _builtins.int
+    """The version of this protocol that it speaks; 0.0 stands for 1.0, which did not say."""
+    protocol_minor: _builtins.int
+    """Grows with what may be added, and is at most one apart between two that work together."""
     @_builtins.property
     def party(self) -> _lifecycle_pb2.Party:
         """The rank."""
@@ -176,10 +182,12 @@ class Hello(_message.Message):
         model: _builtins.str = ...,
         tokenizer: _builtins.str = ...,
         process: _builtins.str = ...,
+        protocol_major: _builtins.int = ...,
+        protocol_minor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "party", b"party"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "cursor", b"cursor", "endpoint", b"endpoint", "fence_scope", b"fence_scope", "highest_proposal", b"highest_proposal", "layers", b"layers", "layout", b"layout", "model", b"model", "page_tokens", b"page_tokens", "pages", b"pages", "party", b"party", "plane", b"plane", "process", b"process", "process_id", b"process_id", "ranks", b"ranks", "role", b"role", "slots", b"slots", "tokenizer", b"tokenizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "cursor", b"cursor", "endpoint", b"endpoint", "fence_scope", b"fence_scope", "highest_proposal", b"highest_proposal", "layers", b"layers", "layout", b"layout", "model", b"model", "page_tokens", b"page_tokens", "pages", b"pages", "party", b"party", "plane", b"plane", "process", b"process", "process_id", b"process_id", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "ranks", b"ranks", "role", b"role", "slots", b"slots", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -165,6 +165,8 @@ class _CauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Cause.ValueType
     """The scheduler's life ended with the request open."""
     CAUSE_SHUTDOWN: _Cause.ValueType  # 13
     """The deployment was shut down."""
+    CAUSE_NO_ENGINE: _Cause.ValueType  # 14
+    """No engine that could hold it came in time."""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
     """Why an attempt or a request ended without its answer."""
@@ -197,6 +199,8 @@ CAUSE_SCHEDULER_RESTARTED: Cause.ValueType  # 12
 """The scheduler's life ended with the request open."""
 CAUSE_SHUTDOWN: Cause.ValueType  # 13
 """The deployment was shut down."""
+CAUSE_NO_ENGINE: Cause.ValueType  # 14
+"""No engine that could hold it came in time."""
 Global___Cause: _TypeAlias = Cause  # noqa: Y015
 
 class _FinishReason:
