@@ -27,6 +27,7 @@ from engine.sampler import InvalidSampling
 from lifecycle.ids import EngineId, Party
 from transport.codec import CodecError, decode_entry, decode_party, encode_party
 from transport.codec_values import FENCE_SCOPES, ROLES
+from transport.engine_hooks import NO_HOOKS, EngineHooks
 from transport.engine_owner import Continuation, Job, Outgoing
 from transport.engine_parts import LifeDigest, Loaded, Progress, ProgressLines, load, make_owner
 from transport.engine_planes import EngineMemory, open_memory
@@ -93,11 +94,12 @@ async def run_engine(
     ready: Callable[[], None],
     stop: anyio.Event,
     progress: Progress | None = None,
+    hooks: EngineHooks = NO_HOOKS,
 ) -> int:
     """Run a prefill or decode engine until it has left, is refused, or cannot go on.
 
     ready: called once, when the scheduler has brought the engine up to date;
-    stop: set to leave in order; progress: log lines unless given.
+    stop: set to leave in order; progress: log lines unless given; hooks: a harness's.
     Returns the exit code. Raises ModelError, MemorySizeError, PoolTooSmallError,
     LayoutUnsupportedError before anything was joined.
     """
@@ -106,18 +108,19 @@ async def run_engine(
     # Milliseconds of wall time grow from one life of an engine's memory to the next.
     party = Party(EngineId(settings.engine), time.time_ns() // 1_000_000, 0)
     bind(engine=party.engine, incarnation=party.incarnation)
-    async with open_engine(settings, loaded, party=party) as shell:
+    async with open_engine(settings, loaded, party=party, hooks=hooks) as shell:
         return await shell.run(ready=ready, stop=stop)
 
 
 @asynccontextmanager
 async def open_engine(
-    settings: EngineSettings, loaded: Loaded, *, party: Party
+    settings: EngineSettings, loaded: Loaded, *, party: Party, hooks: EngineHooks = NO_HOOKS
 ) -> AsyncIterator[EngineShell]:
     """An engine over its own memory, not yet joined."""
     waker = Waker()
-    async with open_memory(settings, loaded.layout, party=party, wake=waker) as memory:
-        yield EngineShell(settings, loaded, memory, party=party, waker=waker)
+    async with open_memory(settings, loaded.layout, party=party, wake=waker) as opened:
+        memory = attrs.evolve(opened, plane=hooks.plane(opened.plane))
+        yield EngineShell(settings, loaded, memory, party=party, waker=waker, hooks=hooks)
 
 
 class EngineShell:
@@ -131,6 +134,7 @@ class EngineShell:
         *,
         party: Party,
         waker: Waker,
+        hooks: EngineHooks = NO_HOOKS,
     ) -> None:
         self.party = party
         self.memory = memory
@@ -141,6 +145,7 @@ class EngineShell:
         self._settings = settings
         self._loaded = loaded
         self._waker = waker
+        self._hooks = hooks
         self._send: MemoryObjectSendStream[_Message]
         self._receive: MemoryObjectReceiveStream[_Message]
         self._send, self._receive = anyio.create_memory_object_stream(INBOX_MESSAGES_MAX)
@@ -351,6 +356,9 @@ class EngineShell:
     # --- what is sent -------------------------------------------------------------------------
 
     def _say(self, item: Outgoing) -> None:
+        self._hooks.saying(item, self._put)
+
+    def _put(self, item: Outgoing) -> None:
         self._client.send(encode_outgoing(item))
 
     def _cursor(self) -> pb.Cursor:

@@ -1,0 +1,96 @@
+"""A TCP relay that can stop, cut and go on: the network between two processes.
+
+Owns: connections and the bytes on their way.
+Must not know: what they mean.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+CHUNK_BYTES = 1 << 16
+LINGER_NONE = struct.pack("ii", 1, 0)
+
+
+class Relay:
+    """Listens on a port of its own, and passes everything on to a target that may change."""
+
+    def __init__(self, target: str = "") -> None:
+        self.target = target
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self._going = threading.Event()
+        self._going.set()
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._closed = False
+        threading.Thread(target=self._accept, name="relay", daemon=True).start()
+
+    def stall(self) -> None:
+        """Deliver nothing, either way, until it heals; nobody is told."""
+        self._going.clear()
+
+    def heal(self, *, broken: bool = False) -> None:
+        """Deliver again: what was on its way, or, when `broken`, only what comes on new ones."""
+        if broken:
+            self._reset()
+        self._going.set()
+
+    def close(self) -> None:
+        """End it."""
+        self._closed = True
+        self._server.close()
+        self._reset()
+        self._going.set()
+
+    def _reset(self) -> None:
+        with self._lock:
+            sockets, self._open = self._open, []
+        for one in sockets:
+            with suppress(OSError):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NONE)
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._connect, args=(near,), daemon=True).start()
+
+    def _connect(self, near: socket.socket) -> None:
+        self._going.wait()
+        host, _, port = self.target.rpartition(":")
+        try:
+            far = socket.create_connection((host, int(port)))
+        except (OSError, ValueError):
+            near.close()
+            return
+        with self._lock:
+            self._open += [near, far]
+        for source, target in ((near, far), (far, near)):
+            with suppress(OSError):
+                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while octets := source.recv(CHUNK_BYTES):
+                self._going.wait()
+                target.sendall(octets)
+        except OSError:
+            pass
+        self._going.wait()
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+            with self._lock:
+                if one in self._open:
+                    self._open.remove(one)
