@@ -349,7 +349,7 @@ class Scheduler(Judge):
 
     def _pump(self) -> None:
         """Admit from the head of the queue as long as there is room."""
-        while (pending := self.queue.head()) is not None:
+        while self.admitting and (pending := self.queue.head()) is not None:
             wanted = pending.wanted
             if self.now_ns >= wanted.deadline_ns:
                 return

@@ -100,6 +100,7 @@ class Sequencer:
         self.lines: dict[Party, Line] = {}
         self.drops: dict[tuple[Party, RequestId, str], int] = {}
         self.accepting = True
+        self.admitting = True
         self.effects: list[SchedulerEffect] = []
         self._digest = digest
         self._serial = 0

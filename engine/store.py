@@ -64,11 +64,15 @@ class UnstorableEntry(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be written now; nothing of this call was appended or made durable."""
+    """The store cannot be written now; nothing of this call was appended or made durable.
 
-    def __init__(self, reason: str) -> None:
+    `lasting`: it takes nothing more until it is reopened, because nobody can tell what it holds.
+    """
+
+    def __init__(self, reason: str, *, lasting: bool = False) -> None:
         super().__init__(f"the log cannot be written: {reason}")
         self.reason = reason
+        self.lasting = lasting
 
 
 class StoreDamaged(StoreError):
@@ -186,6 +190,18 @@ class EventStore(Protocol):
 
         Raises `StoreUnavailable`; then nothing counts as durable that did not before.
         """
+        ...
+
+    def reopen(self) -> None:
+        """Go on behind the last durable entry, after a lasting `StoreUnavailable`.
+
+        Entries after it are gone, and whoever appended them appends them again; a store that
+        takes appends keeps all of them.  Raises `StoreUnavailable` or `StoreDamaged`.
+        """
+        ...
+
+    def room_bytes(self) -> int | None:
+        """Free bytes where the log lies, None when that is no limit.  Raises `StoreUnavailable`."""
         ...
 
     def seal(self) -> int:

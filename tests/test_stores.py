@@ -508,6 +508,51 @@ def test_a_failed_flush_ends_all_writing(tmp_path: Path) -> None:
     assert len(store.read(A)) == 2
     store.close()
     assert store.durable_position == 1
+    with pytest.raises(StoreUnavailable):
+        store.reopen()
+
+
+@pytest.mark.parametrize("durable", [0, 1, 3])
+@pytest.mark.parametrize("segment_bytes", [1, 1 << 20])
+def test_a_reopened_log_goes_on_behind_what_was_durable(
+    tmp_path: Path, durable: int, segment_bytes: int
+) -> None:
+    """What was not durable is gone, in memory as on disk, and may be appended again."""
+    disk = FailingSync()
+    store = SegmentStore(tmp_path, disk=disk, segment_bytes=segment_bytes)
+    for number in range(durable):
+        store.append(A, number, entries(A, number, 1))
+    store.flush()
+    store.append(A, durable, entries(A, durable, 1))
+    store.append(B, 0, entries(B, 0, 2))
+    disk.broken = True
+    with pytest.raises(StoreUnavailable):
+        store.flush()
+    with pytest.raises(StoreUnavailable):
+        store.reopen()
+    disk.broken = False
+    # A rotation makes durable what was before it.
+    kept = store.durable_position
+    store.reopen()
+    assert store.last_position == store.durable_position == kept
+    assert [s.position for s in store.tail(1)] == list(range(1, kept + 1))
+    held = len(store.read(A))
+    store.append(A, held, entries(A, held, 2))
+    assert store.flush() == kept + 2
+    store.close()
+    store = SegmentStore(tmp_path)
+    assert (store.last_position, store.torn) == (kept + 2, None)
+    assert len(store.read(A)) == held + 2
+    store.close()
+
+
+def test_reopening_a_log_that_takes_appends_changes_nothing(tmp_path: Path) -> None:
+    """Nothing is lost that nobody doubts."""
+    store = SegmentStore(tmp_path)
+    store.append(A, 0, entries(A, 0, 2))
+    store.reopen()
+    assert store.last_position == 2
+    store.close()
 
 
 def test_a_rotation_is_durable_before_the_next_segment_exists(tmp_path: Path) -> None:

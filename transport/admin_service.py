@@ -21,8 +21,10 @@ from lifecycle.ledger import Account
 from lifecycle.state import OPEN, Phase
 from transport import refusals
 from transport.access import caller
-from transport.codec_values import FENCE_SCOPES, ROLES
+from transport.codec_values import FENCE_SCOPES, QUARANTINE_CAUSES, ROLES
 from transport.log_service import PHASES
+from transport.metrics import snapshot
+from transport.metrics_text import exposition
 from transport.pb import admin_pb2 as pb
 from transport.pb import admin_pb2_grpc
 from transport.scheduler_owner import SchedulerOwner
@@ -41,6 +43,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.GetStatusResponse:
         """What there is and how full it is, at one moment."""
         return await self._owner.ask(partial(status, self._owner))
+
+    async def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: Context
+    ) -> pb.GetMetricsResponse:
+        """Every metric at one moment, in the text form of Prometheus."""
+        families = await self._owner.ask(partial(snapshot, self._owner))
+        return pb.GetMetricsResponse(exposition=exposition(families))
 
     async def DrainEngine(
         self, request: pb.DrainEngineRequest, context: Context
@@ -132,6 +141,10 @@ def status(owner: SchedulerOwner) -> pb.GetStatusResponse:
         ],
         model=owner.settings.model,
         process_id=os.getpid(),
+        log_failure=owner.log_refusal or "",
+        log_free_bytes=owner.journal.room_bytes or 0,
+        log_free_bytes_min=owner.journal.room_bytes_min,
+        log_first_position=owner.journal.store.first_position,
     )
 
 
@@ -155,6 +168,7 @@ def _engine(owner: SchedulerOwner, life: Life) -> pb.EngineStatus:
         plane=attached.plane,
         fence_scope=FENCE_SCOPES.encode(attached.fence_scope),
         ranks=[_rank(owner, life, rank) for rank in range(attached.ranks)],
+        requests=len(owner.fleet.unsettled((attached.engine, attached.incarnation))),
     )
 
 
@@ -171,6 +185,9 @@ def _rank(owner: SchedulerOwner, life: Life, rank: int) -> pb.RankStatus:
     if account is not None:
         message.pages.CopyFrom(_amounts(account, unit=1))
         message.tokens.CopyFrom(_amounts(account, unit=attached.page_tokens))
+    for cause, pages in owner.journal.tally.quarantined(party).items():
+        if pages:
+            message.quarantined.add(cause=QUARANTINE_CAUSES.encode(cause), pages=pages)
     if known is not None:
         message.process_id = known.process_id
         message.counters.CopyFrom(known.counters)

@@ -82,8 +82,9 @@ class ClientDesk:
         owner = self.owner
         if asked.key and self._attach(reader, asked):
             return
-        if owner.journal.failure is not None:
-            reader.close(refusals.log_unavailable(owner.journal.failure))
+        refusal = owner.log_refusal
+        if refusal is not None:
+            reader.close(refusals.log_unavailable(refusal))
             return
         request = owner.core.mint()
         record = Record(request, asked.asked_ns, asked.deadline_ns, prompt_tokens=len(asked.tokens))
@@ -131,8 +132,9 @@ class ClientDesk:
         told: a message for the client alone, where it may say more than the log.
         """
         owner = self.owner
-        if owner.journal.failure is not None:
-            reader.close(refusals.log_unavailable(owner.journal.failure))
+        refusal = owner.log_refusal
+        if refusal is not None:
+            reader.close(refusals.log_unavailable(refusal))
             return
         now_ns = owner.now()
         record = Record(owner.core.mint(), now_ns, now_ns, field=field, told=told)

@@ -19,8 +19,8 @@ from engine.dataplane import Descriptor
 from engine.dataplane_errors import DescriptorMalformed
 from engine.scheduler import RefusedEngineError
 from lifecycle.events import Attached, Lost, LostCause
-from lifecycle.ids import EngineId, Party
-from lifecycle.state import LIVE, Settlement
+from lifecycle.ids import EngineId, Party, RequestId
+from lifecycle.state import LIVE, RequestState, Settlement
 from transport import codec
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.fleet_streams import FleetStreams, Link, Rank
@@ -90,7 +90,8 @@ class FleetDesk:
         _log.info("engine_connected", party=str(party), role=attached.role.value, resumed=known)
         self.owner.perform(effects)
         if known:
-            self._connect(link, party, epoch=core.epoch, position=hello.cursor.position, number=0)
+            position = self.streams.cursor(party, hello.cursor.position)
+            self._connect(link, party, epoch=core.epoch, position=position, number=0)
         return None
 
     def _attached(self, hello: pb.Hello) -> Attached:
@@ -153,6 +154,8 @@ class FleetDesk:
 
     def _connect(self, link: Link, party: Party, *, epoch: int, position: int, number: int) -> None:
         link.live = True
+        # It is shown everything that it may lack.
+        self.streams.ahead.pop(party, None)
         effects = self.owner.core.connect(
             party, epoch=epoch, position=position, next_number=number, now_ns=self.owner.now()
         )
@@ -204,7 +207,8 @@ class FleetDesk:
             case "heartbeat":
                 self.streams.ranks[party].counters = item.heartbeat.counters
                 if link.live and item.heartbeat.cursor.epoch == owner.core.epoch:
-                    owner.core.acknowledge(party, item.heartbeat.cursor.position)
+                    position = item.heartbeat.cursor.position
+                    owner.core.acknowledge(party, self.streams.cursor(party, position))
             case "leaving":
                 self.leaving.add((party.engine, party.incarnation))
                 owner.perform(owner.core.drain(party.engine, owner.now()))
@@ -240,20 +244,10 @@ class FleetDesk:
                 effects = self.owner.core.lose(*life, LostCause.LEFT, self.owner.now())
                 self.owner.perform(effects)
 
-    def unsettled(self, life: Life) -> bool:
-        """Whether an attempt runs on this life, or a grant that it owns or may write is held."""
-        for state in self.owner.core.log.requests.values():
-            admitted = state.admitted
-            if admitted is not None and state.phase in LIVE:
-                legs = (admitted.prefill, admitted.decode)
-                if any((leg.engine, leg.incarnation) == life for leg in legs):
-                    return True
-            for grant in state.grants:
-                parties = (grant.id.owner, *grant.undrained)
-                named = any((p.engine, p.incarnation) == life for p in parties)
-                if named and grant.settlement is Settlement.HELD:
-                    return True
-        return False
+    def unsettled(self, life: Life) -> list[RequestId]:
+        """Requests that run on this life, or of which it owns or may write a grant that is held."""
+        states = self.owner.core.log.requests.values()
+        return [s.request for s in states if _runs_on(s, life) or _holds(s, life)]
 
     def lost(self, event: Lost) -> None:
         """A life is over: its streams end, and its addresses are forgotten."""
@@ -269,9 +263,23 @@ class FleetDesk:
             if link is not None:
                 self.streams.end(link, reason, f"{party} is lost: {event.cause.value}")
             self._heard.pop(life, None)
+            self.streams.ahead.pop(party, None)
             del self.streams.ranks[party]
 
     def shut_down(self) -> None:
         """End every stream; the engines may come back to the next scheduler."""
         for link in tuple(self.streams.links.values()):
             self.streams.end(link, pb.ATTACH_REFUSAL_SHUTDOWN, "the scheduler is shutting down")
+
+
+def _runs_on(state: RequestState, life: Life) -> bool:
+    admitted = state.admitted
+    if admitted is None or state.phase not in LIVE:
+        return False
+    return life in [(leg.engine, leg.incarnation) for leg in (admitted.prefill, admitted.decode)]
+
+
+def _holds(state: RequestState, life: Life) -> bool:
+    held = [grant for grant in state.grants if grant.settlement is Settlement.HELD]
+    parties = [party for grant in held for party in (grant.id.owner, *grant.undrained)]
+    return life in [(party.engine, party.incarnation) for party in parties]

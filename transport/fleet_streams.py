@@ -16,8 +16,8 @@ import attrs
 import structlog
 
 from engine.effects import Answer, Publish
-from lifecycle.events import Admitted
-from lifecycle.ids import Party
+from lifecycle.events import Admitted, Purpose, Reserved
+from lifecycle.ids import Party, RequestId
 from transport import codec
 from transport.client_records import payload_message
 from transport.mailbox import Mailbox
@@ -39,6 +39,7 @@ class Held:
     position: int
     durable: int
     items: tuple[pb.SchedulerItem, ...]
+    request: RequestId | None = None
 
 
 @attrs.define(eq=False)
@@ -71,6 +72,7 @@ class FleetStreams:
         self.owner = owner
         self.links: dict[Party, Link] = {}
         self.ranks: dict[Party, Rank] = {}
+        self.ahead: dict[Party, int] = {}
         self._on_gone = on_gone
 
     def current(self, link: Link) -> Party | None:
@@ -117,10 +119,32 @@ class FleetStreams:
         if effect.payload is not None and isinstance(effect.entry.event, Admitted):
             key = self.owner.clients.digest_key
             publication.payload.CopyFrom(payload_message(effect, digest_key=key))
-        known = tuple(item for item in items if item is not None)
-        self._hold(
-            link, effect.position, effect.durable, *known, pb.SchedulerItem(publication=publication)
-        )
+        known = (*(i for i in items if i is not None), pb.SchedulerItem(publication=publication))
+        if self._goes_ahead(link, effect):
+            lowest = next((held.position for held in link.held if held.position), None)
+            if lowest is not None:
+                self.ahead.setdefault(effect.party, lowest)
+            if not all(link.outbox.put(item) for item in known):
+                self._overflow(link)
+            return
+        self._hold(link, effect.position, effect.durable, *known, request=effect.entry.request)
+
+    def _goes_ahead(self, link: Link, effect: Publish) -> bool:
+        """Whether an entry is shown before the store has it: growth, while the store has failed.
+
+        It lets in nobody, so forgetting it would only make a request look less advanced, and
+        without it nothing could decode on.  A request's own entries keep their order.
+        """
+        journal, event = self.owner.journal, effect.entry.event
+        grows = isinstance(event, Reserved) and event.purpose is Purpose.GROWTH
+        if journal.failure is None or not grows or effect.position <= journal.appended:
+            return False
+        return all(held.request != effect.entry.request for held in link.held)
+
+    def cursor(self, party: Party, position: int) -> int:
+        """Up to where a rank that says so has surely been shown everything."""
+        ahead = self.ahead.get(party)
+        return position if ahead is None else min(position, ahead - 1)
 
     def _named(self, effect: Publish) -> list[Party]:
         event = effect.entry.event
@@ -166,13 +190,14 @@ class FleetStreams:
         durable: int,
         *items: pb.SchedulerItem,
         overtake: bool = False,
+        request: RequestId | None = None,
     ) -> None:
         journal = self.owner.journal
         if overtake and position <= journal.appended:
             if not all(link.outbox.put(item) for item in items):
                 self._overflow(link)
             return
-        link.held.append(Held(position, durable, items))
+        link.held.append(Held(position, durable, items, request))
         journal.want(durable)
         self._release(link)
 
@@ -191,6 +216,8 @@ class FleetStreams:
             if not all(link.outbox.put(item) for item in first.items):
                 self._overflow(link)
                 return
+        if not held and link.party is not None:
+            self.ahead.pop(link.party, None)
         if len(held) > OUTBOX_MAX:
             self._overflow(link)
 

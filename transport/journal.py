@@ -3,12 +3,15 @@
 Owns: what is appended, what is durable, what the store has not taken yet, and when to flush.
 Must not know: what an entry means, or who waits for it.
 
-When the store refuses, entries wait here in their order and are appended by `retry`.
+When the store refuses, entries wait here in their order and are appended by `retry`; a store
+that has to be reopened gets those again that were appended and not durable.
 Whatever depends on an entry asks `appended` and `durable` and waits as well.
+A flush that takes too long counts as a refusal until it ends.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
@@ -27,6 +30,10 @@ COMMIT_EVENTS = 512
 BACKLOG_MAX = 65_536
 """Entries that may wait for the store; beyond it engines' proposals wait unanswered."""
 
+SLOW_NS = 5_000_000_000
+ROOM_SECONDS = 1.0
+"""How often the room on the disk is looked at while nothing is written."""
+
 Tell = Callable[[Callable[[], None]], Awaitable[None]]
 _log = structlog.get_logger("custody.journal")
 
@@ -43,15 +50,34 @@ class JournalBroken(RuntimeError):
 class Journal:
     """One store, one owner. Every method but `run` is called by the owner task."""
 
-    def __init__(self, store: EventStore, on_progress: Callable[[], None]) -> None:
-        """`on_progress` is called by the owner task whenever more is appended or durable."""
+    def __init__(
+        self,
+        store: EventStore,
+        on_progress: Callable[[], None],
+        *,
+        slow_ns: int = SLOW_NS,
+        room_bytes_min: int = 0,
+        monotonic: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`on_progress` is called by the owner task whenever more is appended or durable.
+
+        slow_ns: a flush that takes longer is a failure; room_bytes_min: less room is `low`.
+        """
         self.store = store
+        self.room_bytes_min = room_bytes_min
+        self.room_bytes: int | None = None
         self.index = LogIndex()
         self.appended = store.last_position
         self.durable = store.durable_position
         self.failure: str | None = None
         self.grown = anyio.Event()
         self._backlog: deque[Append] = deque()
+        self._unflushed: deque[Append] = deque()
+        self._noted = self.appended
+        self._reopening = False
+        self._slow_ns = slow_ns
+        self._monotonic = monotonic
+        self._flushing_since_ns = 0
         self._on_progress = on_progress
         self._dirty = anyio.Event()
         self._urgent = anyio.Event()
@@ -60,6 +86,16 @@ class Journal:
     def full(self) -> bool:
         """Whether no more entries should be made before the store takes some."""
         return len(self._backlog) >= BACKLOG_MAX
+
+    @property
+    def waiting(self) -> int:
+        """Entries that the store has not taken yet."""
+        return len(self._backlog)
+
+    @property
+    def low(self) -> bool:
+        """Whether so little room is left that nothing should be begun."""
+        return self.room_bytes is not None and self.room_bytes < self.room_bytes_min
 
     def append(self, effects: Iterable[Append]) -> None:
         """Append in this order, or keep for later what the store does not take now."""
@@ -74,36 +110,50 @@ class Journal:
 
     def retry(self) -> None:
         """Try again what failed; called from time to time."""
+        since_ns = self._flushing_since_ns
+        waited_ns = self._monotonic() - since_ns if since_ns else 0
+        if waited_ns > self._slow_ns:
+            self._failed(f"a flush has not ended after {self._slow_ns / 1e9:g} s")
         if self._backlog:
             self._write()
             self._on_progress()
         if self.failure is not None:
-            self.want(self.appended)
+            self.want(self.durable + 1)
 
     async def run(self, tell: Tell) -> None:
         """Flush when somebody waits, or a few milliseconds or many events behind."""
         while True:
-            await self._dirty.wait()
-            with anyio.move_on_after(COMMIT_SECONDS):
-                await self._urgent.wait()
-            self._dirty, self._urgent = anyio.Event(), anyio.Event()
-            result = await anyio.to_thread.run_sync(self._flush)
-            await tell(partial(self._flushed, result))
+            flush = False
+            with anyio.move_on_after(ROOM_SECONDS):
+                await self._dirty.wait()
+                flush = True
+            if flush:
+                with anyio.move_on_after(COMMIT_SECONDS):
+                    await self._urgent.wait()
+                self._dirty, self._urgent = anyio.Event(), anyio.Event()
+            self._flushing_since_ns = self._monotonic() if flush else 0
+            result, room_bytes = await anyio.to_thread.run_sync(self._work, flush)
+            self._flushing_since_ns = 0
+            await tell(partial(self._worked, result, room_bytes))
 
     def _write(self) -> None:
-        if not self._backlog:
+        if not self._backlog or self._reopening:
             return
         batch = [StoreAppend(e.entry.request, e.entry.sequence, (e.entry,)) for e in self._backlog]
         try:
             first = self.store.append_batch(batch)
         except StoreUnavailable as error:
-            self._failed(str(error))
+            self._refused(error)
             return
         for position, effect in enumerate(self._backlog, start=first):
             if position != effect.position:
                 raise JournalBroken(expected=effect.position, found=position)
-            self.index.note(position, effect.entry)
-        self.appended = first + len(batch) - 1
+            if position > self._noted:
+                # What is appended again after a reopening was noted the first time.
+                self._noted = position
+                self.index.note(position, effect.entry)
+        self.appended = max(self.appended, first + len(batch) - 1)
+        self._unflushed += self._backlog
         self._backlog.clear()
         self._dirty.set()
         if self.appended - self.durable >= COMMIT_EVENTS:
@@ -111,21 +161,50 @@ class Journal:
         self.grown.set()
         self.grown = anyio.Event()
 
-    def _flush(self) -> int | StoreUnavailable:
+    def _work(self, flush: bool) -> tuple[int | StoreUnavailable | None, int | None]:
+        """In a worker thread: the durable position or what went wrong, and the room."""
+        result: int | StoreUnavailable | None = None
         try:
-            return self.store.flush()
+            if flush and self._reopening:
+                self.store.reopen()
+            if flush:
+                result = self.store.flush()
         except StoreUnavailable as error:
-            return error
+            result = error
+        try:
+            return result, self.store.room_bytes()
+        except StoreUnavailable:
+            return result, self.room_bytes
 
-    def _flushed(self, result: int | StoreUnavailable) -> None:
-        if isinstance(result, StoreUnavailable):
-            self._failed(str(result))
+    def _worked(self, result: int | StoreUnavailable | None, room_bytes: int | None) -> None:
+        was_low, self.room_bytes = self.low, room_bytes
+        if self.low is not was_low:
+            state = "log_room_low" if self.low else "log_room_enough"
+            _log.warning(state, room_bytes=room_bytes, least=self.room_bytes_min)
+            self._on_progress()
+        if result is None:
             return
-        if self.failure is not None and not self._backlog:
+        if isinstance(result, StoreUnavailable):
+            self._refused(result)
+            self._on_progress()
+            return
+        self.durable = max(self.durable, result)
+        while self._unflushed and self._unflushed[0].position <= self.durable:
+            self._unflushed.popleft()
+        if self._reopening:
+            # The store has cut off what was not durable.
+            self._reopening = False
+            self._backlog.extendleft(reversed(self._unflushed))
+            self._unflushed.clear()
+            self._write()
+        elif self.failure is not None and not self._backlog:
             self.failure = None
             _log.info("log_available_again", durable_position=result)
-        self.durable = max(self.durable, result)
         self._on_progress()
+
+    def _refused(self, error: StoreUnavailable) -> None:
+        self._reopening = self._reopening or error.lasting
+        self._failed(str(error))
 
     def _failed(self, reason: str) -> None:
         if self.failure is None:

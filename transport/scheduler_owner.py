@@ -36,7 +36,7 @@ from lifecycle.ids import FLEET
 from lifecycle.state import OPEN
 from transport.client_desk import ClientDesk
 from transport.fleet_desk import FleetDesk
-from transport.journal import Journal
+from transport.journal import SLOW_NS, Journal
 
 INBOX_MAX = 1024
 TICK_SECONDS = 0.05
@@ -67,6 +67,8 @@ class OwnerSettings:
     tenant_salt: bytes
     lease_ns: int
     reader_tokens_max: int
+    log_slow_ns: int = SLOW_NS
+    log_room_bytes_min: int = 0
 
 
 class SchedulerOwner:
@@ -86,7 +88,13 @@ class SchedulerOwner:
         self.settings = settings
         self.now = now
         self.monotonic = monotonic
-        self.journal = Journal(store, self._progress)
+        self.journal = Journal(
+            store,
+            self._progress,
+            slow_ns=settings.log_slow_ns,
+            room_bytes_min=settings.log_room_bytes_min,
+            monotonic=monotonic,
+        )
         self.fleet = FleetDesk(
             self,
             lease_ns=settings.lease_ns,
@@ -171,6 +179,7 @@ class SchedulerOwner:
     def tick(self) -> None:
         """End what is overdue, try again what failed."""
         self.journal.retry()
+        self.core.admitting = self.log_refusal is None
         self.perform(self.core.tick(self.now()))
         self.fleet.tick()
         self.clients.tick(self.now())
@@ -208,11 +217,24 @@ class SchedulerOwner:
         return self.core.idle and not self.clients.waiting
 
     @property
+    def log_refusal(self) -> str | None:
+        """Why nothing may be begun that the log would have to hold, or None."""
+        journal = self.journal
+        if journal.failure is not None:
+            return journal.failure
+        if journal.low:
+            return (
+                f"the log has {journal.room_bytes} bytes of room left, "
+                f"and nothing is admitted below {journal.room_bytes_min}"
+            )
+        return None
+
+    @property
     def serving(self) -> bool:
         """Whether a request that comes now has a chance."""
         roles = {life.attached.role for life in self.core.log.fleet.alive() if life.usable}
         ready = roles == {Role.PREFILL, Role.DECODE}
-        return ready and self.core.accepting and self.journal.failure is None
+        return ready and self.core.accepting and self.log_refusal is None
 
     # --- effects ------------------------------------------------------------------------------
 

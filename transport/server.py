@@ -128,6 +128,8 @@ def make_owner(
             tenant_salt=tenant_salt(settings),
             lease_ns=nanoseconds(settings.lease_seconds),
             reader_tokens_max=settings.reader_tokens_max,
+            log_slow_ns=nanoseconds(settings.log_wait_seconds),
+            log_room_bytes_min=settings.log_room_bytes_min,
         ),
         now=time.time_ns,
         monotonic=time.monotonic_ns,

@@ -62,6 +62,11 @@ def _above_zero(_instance: object, attribute: attrs.Attribute[Any], value: float
         raise InvalidSetting(name=attribute.name, value=value, reason="must be above 0")
 
 
+def _not_negative(_instance: object, attribute: attrs.Attribute[Any], value: int) -> None:
+    if value < 0:
+        raise InvalidSetting(name=attribute.name, value=value, reason="must not be negative")
+
+
 def _port(_instance: object, attribute: attrs.Attribute[int], value: int) -> None:
     if not 0 <= value < 1 << 16:
         raise InvalidSetting(name=attribute.name, value=value, reason="is no port (0 to 65535)")
@@ -124,6 +129,10 @@ class SchedulerSettings:
     """Port to bind; 0 takes a free one."""
     log: Path | None = None
     """Folder of the event log's segment files; without it the log is in memory only."""
+    log_wait_seconds: float = attrs.field(default=5.0, validator=_above_zero)
+    """Longest flush of the log; while one takes longer the log counts as unavailable."""
+    log_room_bytes_min: int = attrs.field(default=256 << 20, validator=_not_negative)
+    """Free bytes where the log lies below which nothing is admitted; 0 looks at nothing."""
     context_tokens: int | None = attrs.field(default=None, validator=_above_zero)
     """Context in tokens; without it, the least of the model's context and what both pools hold."""
     queue_limit: int = attrs.field(default=256, validator=_above_zero)
@@ -160,6 +169,8 @@ class SchedulerSettings:
     """Private key of that certificate (PEM)."""
     tls_client_ca: Path | None = None
     """Certificates (PEM) that sign those of clients; every client must then show one."""
+    metrics_port: int | None = attrs.field(default=None, validator=attrs.validators.optional(_port))
+    """Port on which Prometheus reads /metrics, under the same rules; not set: none."""
 
     def __attrs_post_init__(self) -> None:
         _check_listening(self)

@@ -1,7 +1,7 @@
 """The calls by which a log changes files, each of which a full or failing disk may refuse.
 
 Owns: writing whole or not at all, making content and names durable.
-Must not know: what is written.  Fault injection overrides the four calls at the top.
+Must not know: what is written.  Fault injection overrides the calls at the top.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ class Disk:
     def remove(self, path: Path) -> None:
         """Remove the file; none there is nothing."""
         path.unlink(missing_ok=True)
+
+    def room_bytes(self, folder: Path) -> int:
+        """Bytes that are free for this process where the folder lies."""
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
 
     def write_all(self, handle: int, data: bytes, *, offset: int) -> None:
         """Write all the bytes; after an error some of them may stand."""

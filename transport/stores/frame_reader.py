@@ -72,6 +72,17 @@ class FrameReader:
         """A frame has been found or written behind all others, in the last segment."""
         self.index.note(first, number=len(self.segments) - 1, offset=offset, size=size)
 
+    def forget_after(self, position: int) -> int:
+        """Take back every frame that begins later; where the last segment's frames end then."""
+        self.index.forget_after(position)
+        for index in [i for i in self._kept if i >= len(self.index)]:
+            del self._kept[index]
+        if len(self.index):
+            number, offset, size = self.index.place(len(self.index) - 1)
+            if number == len(self.segments) - 1:
+                return offset + size
+        return frames.FILE_HEADER_BYTES
+
     def keep_latest(self, entries: tuple[Entry, ...]) -> None:
         """The entries of the frame noted last, so that whoever follows the log reads no file."""
         self._keep(len(self.index) - 1, entries)

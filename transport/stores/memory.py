@@ -94,6 +94,13 @@ class MemoryStore:
             self._durable = len(self._entries)
             return self._durable
 
+    def reopen(self) -> None:
+        with self._lock:
+            self._refuse_closed()
+
+    def room_bytes(self) -> int | None:
+        return None
+
     def seal(self) -> int:
         with self._lock:
             self._refuse_closed()

@@ -215,6 +215,25 @@ def seal_segment(segment: Path, disk: Disk) -> Path:
     return target
 
 
+def last_digest(segment: Path, *, end: int) -> bytes:
+    """The hash of the frame that ends there, of all before it checked.
+
+    Raises `StoreDamaged` or OSError.
+    """
+    with segment.open("rb") as file:
+        content = file.read(end)
+    try:
+        header = unpack_file_header(content)
+        position, previous = header.first_position, header.previous
+        for item in walk(content, last=False):
+            assert isinstance(item, Frame), "only a last segment is torn"
+            _expect(item, position=position, previous=previous)
+            position, previous = position + item.count, item.digest
+    except Damage as damage:
+        raise StoreDamaged(segment.name, damage.offset, damage.reason) from damage
+    return previous
+
+
 def keep_torn_end(segment: Path, offset: int, disk: Disk) -> Path:
     """Cut the torn end off and keep it beside the segment; returns where.  Raises OSError."""
     data = segment.read_bytes()[offset:]

@@ -31,11 +31,22 @@ class SegmentWriter:
     def refuse(self) -> None:
         """Raise `StoreUnavailable` if nothing can be written any more."""
         if self.refusal is not None:
-            raise StoreUnavailable(self.refusal)
+            raise StoreUnavailable(self.refusal, lasting=True)
 
     def resume(self, segment: Path) -> None:
         """Go on at the end of this segment."""
         self._take(os.open(segment, os.O_WRONLY | os.O_CLOEXEC), segment.stat().st_size)
+
+    def go_back(self, segment: Path, *, end: int, previous: bytes) -> None:
+        """Cut the segment at the end of its last durable frame, and write there from now on.
+
+        What is written again is no longer what the disk may have lost.  Raises OSError.
+        """
+        handle = os.open(segment, os.O_WRONLY | os.O_CLOEXEC)
+        self._take(handle, end)
+        os.ftruncate(handle, end)
+        self._disk.sync(handle)
+        self.previous, self.refusal = previous, None
 
     def begin(self, first_position: int) -> Path:
         """Begin the segment that holds this position, and write there from now on.

@@ -5,8 +5,9 @@ Must not know: what an entry means, how a file is written.
 
 An append writes one frame at once, so that a killed process loses nothing that was appended;
 `flush` makes it survive the machine as well.  A failed write is taken back by truncation.
-After a failed flush nobody can tell what the disk holds, so the store refuses all further
-writes until it is opened anew and has read for itself.
+After a failed flush nobody can tell what the disk holds behind the last durable entry, and what
+is read back may be memory alone, so the store refuses all further writes until `reopen` has cut
+that off; the caller appends it again.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class SegmentStore:
                 offset = self._writer.end
                 self._writer.write(frame)
             except OSError as error:
-                raise StoreUnavailable(str(error)) from error
+                lasting = self._writer.refusal is not None
+                raise StoreUnavailable(str(error), lasting=lasting) from error
             self._frames.note(first, offset=offset, size=len(frame))
             for position, entry in enumerate(entries, start=first):
                 self._sequences.note(entry.request, position)
@@ -212,12 +214,34 @@ class SegmentStore:
             try:
                 self._writer.sync(handle)
             except OSError as error:
-                raise StoreUnavailable(str(error)) from error
+                raise StoreUnavailable(str(error), lasting=True) from error
             finally:
                 os.close(handle)
             with self._lock:
                 self._durable = max(self._durable, target)
                 return self._durable
+
+    def reopen(self) -> None:
+        with self._flushing, self._lock:
+            if self._writer.refusal is None:
+                return
+            if self._closing:
+                self._writer.refuse()
+            segment = self._frames.segments[-1]
+            end = self._frames.forget_after(self._durable)
+            self._sequences.forget_after(self._durable)
+            self._last = self._durable
+            try:
+                previous = segment_files.last_digest(segment, end=end)
+                self._writer.go_back(segment, end=end, previous=previous)
+            except OSError as error:
+                raise StoreUnavailable(str(error), lasting=True) from error
+
+    def room_bytes(self) -> int | None:
+        try:
+            return self._disk.room_bytes(self.folder)
+        except OSError as error:
+            raise StoreUnavailable(str(error)) from error
 
     def seal(self) -> int:
         with self._sealing:
@@ -285,6 +309,9 @@ class SegmentStore:
     def _stored_between(self, position: int, last: int) -> Iterator[Stored]:
         while position <= last:
             with self._lock:
+                if position > self._last:
+                    # It was cut off meanwhile, and will be appended again.
+                    return
                 first, entries = self._frames.frame_at(position)
             for offset in range(position - first, len(entries)):
                 yield Stored(first + offset, entries[offset])

@@ -35,6 +35,14 @@ class Sequences:
             found = self._positions[request] = array("Q")
         found.append(position)
 
+    def forget_after(self, position: int) -> None:
+        """Take back every note of a later position."""
+        for request, found in tuple(self._positions.items()):
+            while found and found[-1] > position:
+                found.pop()
+            if not found:
+                del self._positions[request]
+
     def check(self, batch: Sequence[Append]) -> tuple[Entry, ...]:
         """The batch's entries in order, none of them noted yet.
 
@@ -100,6 +108,12 @@ class FrameIndex:
         self._numbers.append(number)
         self._offsets.append(offset)
         self._sizes.append(size)
+
+    def forget_after(self, position: int) -> None:
+        """Take back every frame that begins later."""
+        while self._firsts and self._firsts[-1] > position:
+            for column in (self._firsts, self._numbers, self._offsets, self._sizes):
+                column.pop()
 
     def find(self, position: int) -> int:
         """The index of the frame that holds this position, which the caller knows to exist."""
