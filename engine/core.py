@@ -196,15 +196,15 @@ class EngineCore(Generic[JobT]):
 
     # --- acting -------------------------------------------------------------------------------
 
-    def advance_all(self, request: RequestId | None = None) -> list[EngineEffect]:
-        """Ask for whatever is missing: of that request, then of those that wait for room."""
+    def advance_all(self, *requests: RequestId) -> list[EngineEffect]:
+        """Ask for what those requests miss, or else all; then those that wait for room."""
         if not self.syncing:
             names: Iterable[RequestId]
-            if request is None:
+            if not requests:
                 held = dict.fromkeys(h.request for h in self.holdings.values())
                 names = [n for n in {**held, **self.jobs, **self.log.requests} if n != FLEET]
             else:
-                names = [request, *self.waiting]
+                names = [*requests, *self.waiting]
             for name in names:
                 self._take_back(name)
                 self._advance(self.log.state(name))

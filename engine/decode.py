@@ -14,7 +14,7 @@ from typing import Self
 
 import attrs
 
-from engine.core import EngineCore, Job
+from engine.core import PROPOSALS_OUTSTANDING_MAX, EngineCore, Job
 from engine.digests import Keyed
 from engine.effects import (
     DecodeSlice,
@@ -42,6 +42,19 @@ from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange, coun
 from lifecycle.state import LIVE, Grant, Phase, RequestState, Settlement
 
 
+@attrs.frozen
+class Seat:
+    """Where a request's tokens lie, by one state of its log: pages with their tags, and the room.
+
+    States never change, so a seat holds for as long as its state is the request's.
+    """
+
+    state: RequestState
+    room: int
+    pages: tuple[PageRange, ...]
+    tags: tuple[int, ...]
+
+
 @attrs.define
 class DecodeJob(Job):
     """One attempt: its destination grants, the tokens it gave, and the step that it is in.
@@ -57,6 +70,7 @@ class DecodeJob(Job):
     given: int = 0
     growing: Reserved | None = None
     finished: Finished | None = None
+    seat: Seat | None = None
 
 
 class DecodeCore(EngineCore[DecodeJob]):
@@ -136,7 +150,7 @@ class DecodeCore(EngineCore[DecodeJob]):
         state = self.log.state(job.request)
         if state.phase is not Phase.DECODING or not self.is_live(job) or job.finished:
             return False
-        return self._position(job) < self._room(state)
+        return self._position(job) < self._seat(job, state).room
 
     def _position(self, job: DecodeJob) -> int:
         return len(job.payload.tokens) - 1 + job.given
@@ -145,19 +159,20 @@ class DecodeCore(EngineCore[DecodeJob]):
         grants = state.current(Purpose.DESTINATION) + state.current(Purpose.GROWTH)
         return [g for g in grants if g.id.owner == self.party]
 
-    def _room(self, state: RequestState) -> int:
-        """How many tokens the logged grants of this rank hold."""
-        return max((g.reserved.tokens.stop for g in self._mine(state)), default=0)
+    def _seat(self, job: DecodeJob, state: RequestState) -> Seat:
+        """The request's pages on this rank, and how many tokens they hold."""
+        if job.seat is None or job.seat.state is not state:
+            grants = [grant.reserved for grant in self._mine(state)]
+            room = max((reserved.tokens.stop for reserved in grants), default=0)
+            placed = [(run, reserved.tag) for reserved in grants for run in reserved.pages]
+            pages, tags = tuple(run for run, _ in placed), tuple(tag for _, tag in placed)
+            job.seat = Seat(state, room, pages, tags)
+        return job.seat
 
     def _slice(self, job: DecodeJob) -> DecodeSlice:
-        pages: list[PageRange] = []
-        tags: list[int] = []
-        for grant in self._mine(self.log.state(job.request)):
-            for run in grant.reserved.pages:
-                pages.append(run)
-                tags.append(grant.reserved.tag)
+        seat = self._seat(job, self.log.state(job.request))
         return DecodeSlice(
-            job.request, job.attempt, self._position(job), job.given, tuple(pages), tuple(tags)
+            job.request, job.attempt, self._position(job), job.given, seat.pages, seat.tags
         )
 
     def step_ended(
@@ -184,7 +199,22 @@ class DecodeCore(EngineCore[DecodeJob]):
                 continue
             job.given += 1
             job.finished = (finished or {}).get(part.request)
-        return self.advance_all()
+        if len(self.outstanding) >= PROPOSALS_OUTSTANDING_MAX // 2:
+            # Somebody's proposal may have had to wait for room among them.
+            return self.advance_all()
+        names = [part.request for part in step.slices if self._asks(part.request)]
+        return self.advance_all(*(names or self.waiting)) if names or self.waiting else []
+
+    def _asks(self, request: RequestId) -> bool:
+        """Whether a step may have changed what its request misses; most only count a token."""
+        job, state = self.jobs.get(request), self.log.state(request)
+        if job is None or job.finished or state.phase is not Phase.DECODING:
+            return True
+        return not self.is_live(job) or self._near_end(job, state)
+
+    def _near_end(self, job: DecodeJob, state: RequestState) -> bool:
+        """Whether less than half a page of room is left."""
+        return self._seat(job, state).room - self._position(job) <= self.page_tokens // 2
 
     # --- what a request needs -----------------------------------------------------------------
 
@@ -269,9 +299,9 @@ class DecodeCore(EngineCore[DecodeJob]):
                 return
             job.growing = None
         admitted = state.admitted
-        room = self._room(state)
-        if admitted is None or room - self._position(job) > self.page_tokens // 2:
+        if admitted is None or not self._near_end(job, state):
             return
+        room = self._seat(job, state).room
         most = admitted.prompt_tokens + admitted.new_tokens_max
         if room >= most:
             return

@@ -264,7 +264,7 @@ class Scheduler(Judge):
         relay = self.relays.get(request)
         if relay is None or state.phase is not Phase.DECODING or state.attempt != attempt:
             return []
-        if state.admitted is None or party not in state.admitted.decode.parties():
+        if state.admitted is None or not state.admitted.decode.has(party):
             return []
         known = relay.held - first
         if known < 0 or known >= len(tokens):

@@ -168,6 +168,11 @@ class Leg:
         """Every rank of this leg."""
         return tuple(Party(self.engine, self.incarnation, rank) for rank in range(self.ranks))
 
+    def has(self, party: Party) -> bool:
+        """Whether that is a rank of this leg."""
+        named = (party.engine, party.incarnation) == (self.engine, self.incarnation)
+        return named and party.rank < self.ranks
+
 
 @attrs.frozen
 class Admitted:

@@ -197,7 +197,7 @@ class DecodesUnverified(DecodeCore):
         state = self.log.state(job.request)
         early = state.phase is Phase.ADMITTED and job.verified is not None
         if early and self.is_live(job) and job.finished is None:
-            return self._position(job) < self._room(state)
+            return self._position(job) < self._seat(job, state).room
         return super()._runnable(job)
 
 

@@ -1,0 +1,188 @@
+"""The verb that replays a real request trace on a virtual clock: `simulate`.
+
+Owns: its flags, what is printed, and the exit code.
+Must not know: how a trace is read or a cluster simulated.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from transport.commands_shared import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Json,
+    UsageError,
+    note,
+    say,
+    say_json,
+)
+
+if TYPE_CHECKING:
+    from engine.simulator_report import Spread, Summary
+    from engine.simulator_values import Cluster
+
+Preset = Literal[
+    "incident-8k",
+    "incident-64k",
+    "incident-128k",
+    "incident-192k",
+    "sound-8k",
+    "sound-64k",
+    "sound-128k",
+    "sound-192k",
+]
+
+
+def simulate(
+    *,
+    trace: Path,
+    preset: Preset,
+    requests: int | None = None,
+    rate: float = 1.0,
+    prefill_engines: int | None = None,
+    decode_engines: int | None = None,
+    first_token_goal: float = 30.0,
+    token_goal: float = 0.1,
+    log: Path | None = None,
+    json: Json = False,
+) -> int:
+    """Replay a real request trace through the real decision code, on a virtual clock.
+
+    It exits 1 when a request read what was not its own, when a rejected one went on, when pages
+    stayed behind, or when the log broke a rule.
+
+    Parameters
+    ----------
+    trace
+        A Mooncake (JSON Lines) or Azure (CSV) trace: a path, or a name in the folder that
+        CUSTODY_TRACES names.
+    preset
+        The cluster: incident-* offers a context that its prefill pool cannot hold, sound-* does
+        not.
+    requests
+        Replay only so many requests, the first ones.
+    rate
+        Let them come so many times as fast.
+    prefill_engines
+        How many prefill engines; the preset's if absent.
+    decode_engines
+        How many decode engines; the preset's if absent.
+    first_token_goal
+        Seconds to the first token within which an answer counts as good.
+    token_goal
+        Seconds for each further token within which an answer counts as good.
+    log
+        Write the log there as JSON Lines, for `custody replay`.
+    json
+        Print one JSON document.
+    """
+    from engine.simulator_presets import PRESETS
+
+    cluster = _cluster(PRESETS[preset], prefill_engines, decode_engines)
+    _check(requests, rate, first_token_goal, token_goal)
+    from transport.simulate_run import Replayed, replay_trace
+    from transport.simulate_traces import find_trace
+
+    replayed: Replayed = replay_trace(
+        find_trace(trace),
+        cluster,
+        limit=requests,
+        rate=rate,
+        goals_s=(first_token_goal, token_goal),
+        log=log,
+        clock=time.process_time,
+    )
+    if replayed.found:
+        note(f"custody: {replayed.found}")
+    if replayed.summary is not None:
+        value = _value(preset, cluster, replayed.summary)
+        value["cpu_s"] = round(replayed.cpu_s, 3)
+        value["requests_per_cpu_s"] = round(replayed.requests_per_cpu_s, 1)
+        if json:
+            say_json(value)
+        else:
+            _print(preset, cluster, replayed.summary)
+            say(
+                f"{replayed.cpu_s:.1f} CPU seconds, "
+                f"{replayed.requests_per_cpu_s:.0f} requests a CPU second"
+            )
+    bad = replayed.found or (replayed.summary is not None and replayed.summary.handed_off)
+    return EXIT_FAILED if bad else EXIT_OK
+
+
+def _cluster(cluster: Cluster, prefill: int | None, decode: int | None) -> Cluster:
+    import attrs
+
+    for flag, value in (("prefill-engines", prefill), ("decode-engines", decode)):
+        if value is not None and not 1 <= value <= 64:
+            raise UsageError(f"--{flag} {value}: 1 to 64 are simulated")
+    return attrs.evolve(
+        cluster,
+        prefill_engines=prefill or cluster.prefill_engines,
+        decode_engines=decode or cluster.decode_engines,
+    )
+
+
+def _check(requests: int | None, rate: float, *goals: float) -> None:
+    if requests is not None and requests < 1:
+        raise UsageError(f"--requests {requests}: must be at least 1")
+    for flag, value in zip(("rate", "first-token-goal", "token-goal"), (rate, *goals), strict=True):
+        if not 0 < value < float("inf"):
+            raise UsageError(f"--{flag} {value}: must be above 0")
+
+
+# --- printing ---------------------------------------------------------------------------------
+
+
+def _value(preset: str, cluster: Cluster, summary: Summary) -> dict[str, Any]:
+    import attrs
+
+    value: dict[str, Any] = {
+        "preset": preset,
+        "context_tokens": cluster.context_tokens,
+        "prefill_pool_tokens": cluster.prefill_pool_tokens,
+        "decode_pool_tokens": cluster.decode_pool_tokens,
+        **attrs.asdict(summary),
+        "goodput_per_s": summary.goodput_per_s,
+    }
+    return value
+
+
+def _print(preset: str, cluster: Cluster, summary: Summary) -> None:
+    say(
+        f"{preset}: context {cluster.context_tokens:,}, "
+        f"{cluster.prefill_engines} prefill of {cluster.prefill_pool_tokens:,} tokens, "
+        f"{cluster.decode_engines} decode of {cluster.decode_pool_tokens:,}"
+    )
+    say(
+        f"{summary.requests:,} requests in {summary.virtual_s:,.1f} virtual seconds: "
+        f"{summary.finished:,} finished with {summary.tokens:,} tokens, "
+        f"{sum(summary.rejected.values()):,} rejected, {sum(summary.aborted.values()):,} aborted, "
+        f"{summary.requeued:,} requeued"
+    )
+    for code, number in summary.rejected.items():
+        say(f"  rejected {code}: {number:,}")
+    for cause, number in summary.aborted.items():
+        say(f"  aborted {cause}: {number:,}")
+    say(f"  rejected and went on: {summary.handed_off}")
+    say(f"  pages compared: {summary.pages_compared:,}, foreign: {summary.foreign_reads}")
+    say(f"  rules evaluated: {summary.rules_evaluated:,}")
+    say("seconds                   median        90 %        99 %       count")
+    rows = {"to the first token": summary.first_token_s, "for each token": summary.token_s}
+    rows |= {f"{purpose} pages held": spread for purpose, spread in summary.held_s.items()}
+    for name, spread in rows.items():
+        say(_row(name, spread))
+    say(
+        f"goodput: {summary.goodput_per_s:.3f} requests a second within both goals "
+        f"({summary.good:,} of {summary.requests:,})"
+    )
+
+
+def _row(name: str, spread: Spread) -> str:
+    return (
+        f"  {name:<22}{spread.median:>10.4f}  {spread.p90:>10.4f}  {spread.p99:>10.4f}  "
+        f"{spread.count:>10,}"
+    )
