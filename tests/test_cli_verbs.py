@@ -110,6 +110,7 @@ ALONE: list[tuple[int, str]] = [
     (0, "fuzz --runs 1 --seed 1"),
     (2, "fuzz --runs 0"),
     (0, "replay {good}"),
+    (0, "exposures {good}"),
     (0, "log export --log {good}"),
     (1, "log show nobody --log {good}"),
     (1, "scheduler --port 0 --model {model} --log {good}/log"),
@@ -126,6 +127,7 @@ ALONE: list[tuple[int, str]] = [
     (2, "serve --prefill 0"),
     (2, "credentials new --role visitor"),
     (5, "replay {good}.none"),
+    (5, "exposures {good}.none"),
     (5, "log export --log {good}.none"),
 ]
 CALLING = (

@@ -20,6 +20,7 @@ from transport import (
     commands_chat,
     commands_config,
     commands_credentials,
+    commands_forensics,
     commands_fuzz,
     commands_log,
     commands_run,
@@ -60,6 +61,7 @@ for verb in (
     commands_use.status,
     commands_use.health,
     commands_log.replay,
+    commands_forensics.exposures,
     commands_fuzz.fuzz,
     commands_use.version,
 ):

@@ -155,24 +155,24 @@ def _read(stream: Iterable[bytes]) -> LogFile:
     first = next(lines, None)
     if first is None:
         raise UnreadableLog(1, "the file is empty")
-    header = _Header.of(*first)
+    header = Header.of(*first)
     entries: list[Stored] = []
     unknown: list[UnknownRecord] = []
     seen: Counter[str] = Counter()
     for line, record in lines:
-        supplied = _supplied(record, len(entries) + 1, seen) if header.foreign else record
+        given = supplied(record, len(entries) + 1, seen) if header.foreign else record
         try:
-            one = _stored(supplied, strict=not header.foreign)
+            one = stored_of(given, strict=not header.foreign)
             entries.append(one)
             seen[one.entry.request] += 1
-        except _Unknown as found:
-            unknown.append(_kept(line, record, str(found)))
+        except UnknownName as found:
+            unknown.append(kept(line, record, str(found)))
         except MalformedRecord as error:
             if not header.foreign:
                 raise UnreadableLog(line, str(error)) from error
-            unknown.append(_kept(line, record, str(error)))
+            unknown.append(kept(line, record, str(error)))
     count = len(entries) + len(unknown)
-    positions = [one.position for one in entries] + [kept.position or 0 for kept in unknown]
+    positions = [one.position for one in entries] + [record.position or 0 for record in unknown]
     # A foreign log's positions mean nothing here, so only its own word is left.
     whole = header.foreign or sorted(positions) == list(range(1, count + 1))
     return LogFile(
@@ -189,24 +189,31 @@ def _objects(stream: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     for line, text in enumerate(stream, start=1):
         if not text.strip():
             continue
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UnreadableLog(line, f"is no JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UnreadableLog(line, "is no JSON object")
-        yield line, record
+        yield line, object_of(line, text)
+
+
+def object_of(line: int, text: bytes) -> dict[str, Any]:
+    """What a line says.  Raises `UnreadableLog`."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableLog(line, f"is no JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise UnreadableLog(line, "is no JSON object")
+    return record
 
 
 @attrs.frozen
-class _Header:
+class Header:
+    """What the first line says."""
+
     foreign: bool
     complete: bool
     source: str
     entries: int | None
 
     @classmethod
-    def of(cls, line: int, record: dict[str, Any]) -> _Header:
+    def of(cls, line: int, record: dict[str, Any]) -> Header:
         if record.get("format") != FORMAT:
             raise UnreadableLog(line, f'is no header: "format" is not "{FORMAT}"')
         if type(record.get("version")) is not int or record["version"] != VERSION:
@@ -222,11 +229,11 @@ class _Header:
         return cls(foreign or source != SOURCE, complete, source, entries)
 
 
-class _Unknown(Exception):
+class UnknownName(Exception):
     """The event's name is unknown."""
 
 
-def _supplied(record: dict[str, Any], position: int, seen: Counter[str]) -> dict[str, Any]:
+def supplied(record: dict[str, Any], position: int, seen: Counter[str]) -> dict[str, Any]:
     """A foreign line with what it may leave out: nothing of what an event says.
 
     Numbers count the entries that could be made, so that no gap is of the reader's making.
@@ -242,8 +249,8 @@ def _supplied(record: dict[str, Any], position: int, seen: Counter[str]) -> dict
     }
 
 
-def _stored(record: Mapping[str, Any], *, strict: bool) -> Stored:
-    """Raises `MalformedRecord` or `_Unknown`."""
+def stored_of(record: Mapping[str, Any], *, strict: bool) -> Stored:
+    """Raises `MalformedRecord` or `UnknownName`."""
 
     def part(name: str, wanted: Any) -> Any:
         if name not in record:
@@ -254,7 +261,7 @@ def _stored(record: Mapping[str, Any], *, strict: bool) -> Stored:
     name = part("event", str)
     event_type = EVENTS_BY_NAME.get(name)
     if event_type is None:
-        raise _Unknown(f"no event is called {name!r}")
+        raise UnknownName(f"no event is called {name!r}")
     if position < 1:
         raise MalformedRecord("position", "is 0, but positions count from 1")
     event: Event = part("fields", event_type)
@@ -279,7 +286,7 @@ def _proposer(raw: Any, *, strict: bool) -> Proposer:
     return by_scheduler
 
 
-def _kept(line: int, record: Mapping[str, Any], reason: str) -> UnknownRecord:
+def kept(line: int, record: Mapping[str, Any], reason: str) -> UnknownRecord:
     position, name = record.get("position"), record.get("event")
     return UnknownRecord(
         line=line,
@@ -329,7 +336,7 @@ def _read_segments(paths: Sequence[Path], *, alone: bool) -> LogFile:
                 try:
                     entries.append(Stored(position, codec.decode_entry(message)))
                 except codec.UnknownEvent as error:
-                    unknown.append(_kept_message(position, message, error))
+                    unknown.append(kept_message(position, message, error))
     except (StoreDamaged, MalformedRecord) as error:
         raise UnreadableLog(0, str(error)) from error
     return LogFile(
@@ -341,7 +348,7 @@ def _read_segments(paths: Sequence[Path], *, alone: bool) -> LogFile:
     )
 
 
-def _kept_message(position: int, message: pb.Entry, error: codec.UnknownEvent) -> UnknownRecord:
+def kept_message(position: int, message: pb.Entry, error: codec.UnknownEvent) -> UnknownRecord:
     record = {
         "request": message.request,
         "sequence": message.sequence,

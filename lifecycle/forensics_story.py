@@ -1,0 +1,80 @@
+"""What an inquiry remembers of one request, and of one grant.
+
+Owns: the counters and lists that the pass over a log fills.
+Must not know: slots, other requests, or what follows from it.
+
+These change in place, because the pass makes millions of them; nothing here outlives the pass.
+"""
+
+from __future__ import annotations
+
+from lifecycle.events import Admitted, RejectCode, Reserved
+from lifecycle.forensics_values import Doubt, Read, Told
+from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange
+
+
+class Held:
+    """A grant: where it is, since when, and who may still write into it."""
+
+    __slots__ = ("pages", "position", "purpose", "released", "story", "tokens", "undrained", "used")
+
+    def __init__(self, story: Story, reserved: Reserved, position: int) -> None:
+        """As it was reserved at this position."""
+        self.story = story
+        self.purpose = reserved.purpose
+        self.pages: tuple[PageRange, ...] = reserved.pages
+        self.tokens: TokenRange = reserved.tokens
+        self.undrained: set[Party] = set(reserved.parties)
+        self.position = position
+        self.released = 0
+        self.used = 0
+
+    def overlaps(self, other: Held) -> bool:
+        """Whether both grants name a page; they belong to the same pool."""
+        return any(
+            mine.first < its.stop and its.first < mine.stop
+            for mine in self.pages
+            for its in other.pages
+        )
+
+
+class Story:
+    """A request, as far as the log has come."""
+
+    __slots__ = (
+        *("admitted", "attempt", "compared", "doubts", "ended_ns", "ended_position", "first_ns"),
+        *("first_position", "first_token_ns", "gap", "grants", "prefilled", "prompt_tokens"),
+        *("reads", "refused", "relayed", "request", "sequence", "tenant", "told", "verified"),
+        "unchecked",
+    )
+
+    def __init__(self, request: RequestId, *, position: int, time_ns: int) -> None:
+        """First seen here."""
+        self.request = request
+        self.tenant = ""
+        self.first_position = position
+        self.first_ns = time_ns
+        self.sequence = 0
+        self.gap = False
+        self.attempt = 0
+        self.admitted: Admitted | None = None
+        self.refused: RejectCode | None = None
+        self.prompt_tokens = 0
+        self.prefilled = 0
+        self.relayed = 0
+        self.verified = False
+        self.compared = False
+        self.unchecked = True
+        self.told = Told.NOTHING
+        self.first_token_ns = 0
+        self.ended_position = 0
+        self.ended_ns = 0
+        self.grants: dict[GrantId, Held] = {}
+        self.reads: list[Read] = []
+        self.doubts: set[Doubt] = set()
+
+    def next_attempt(self) -> None:
+        """What was verified and sent counts for one attempt only."""
+        self.verified = False
+        self.compared = False
+        self.prefilled = 0

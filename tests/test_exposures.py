@@ -1,0 +1,332 @@
+"""Exposures: who was exposed to whom is read off the log, and what is missing becomes a bound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from lifecycle.events import (
+    Aborted,
+    Cause,
+    Entry,
+    Released,
+    Reserved,
+)
+from lifecycle.forensics_exposures import slots_of
+from lifecycle.forensics_slots import SlotMap
+from lifecycle.forensics_sums import exposures
+from lifecycle.forensics_values import Bounds, Doubt, Missing, Source, Told
+from lifecycle.ids import GrantId, PageRange, TokenRange
+from tests import handmade
+from tests.driver import Driver
+from tests.handmade import DECODE, DESTINATION, ONE, PREFILL, SOURCE, TWO
+from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
+from transport import cli
+
+Entries = list[tuple[int, Entry]]
+SECOND_SOURCE = GrantId(PREFILL, 2)
+SECOND = GrantId(DECODE, 3)
+
+
+class Careless(handmade.Log):
+    """A log that takes anything in, as another system's would."""
+
+    def say(self, *events: Any, **how: Any) -> Careless:
+        """Append entries without asking whether they are legal."""
+        for event in events:
+            entry = self.entry(event, **how)
+            self.history.take(entry)
+            self.entries.append((len(self.entries) + 1, entry))
+            self.now_ns += 1
+        return self
+
+
+def first_answered() -> Careless:
+    """Request one came and went: its bytes lie on pages 0 to 2 of both pools."""
+    log = Careless()
+    handmade.decoding(log).add(handmade.finished())
+    log.add(Released(SOURCE), Released(DESTINATION))
+    return log
+
+
+def second(**changes: Any) -> Reserved:
+    """Request two gets the pages that request one had."""
+    return handmade.destination(grant=SECOND, **changes)
+
+
+def of_two(log: Careless, *events: Any) -> Careless:
+    """Request two says these things."""
+    return log.say(*events, request=TWO)
+
+
+def short_handoff(log: Careless) -> Careless:
+    """Only one page of two is written, and request two reads all."""
+    return of_two(
+        log,
+        handmade.admitted(),
+        handmade.source(grant=SECOND_SOURCE),
+        second(),
+        handmade.transferred(0, 4, grant=SECOND),
+        handmade.drained(grant=SECOND),
+        handmade.verified(grants=(SECOND,)),
+        handmade.finished(),
+    )
+
+
+def test_a_clean_log_exposes_nobody() -> None:
+    """What the real cores do is cleared, and every answer is counted."""
+    driver = Driver().pair()
+    requests = [driver.submit(prompt=n, new=4) for n in (5, 9, 3)]
+    driver.run()
+    found = exposures(driver.log)
+    assert found.answers == len(requests)
+    assert (found.affected, found.exposed) == (Bounds(0, 0), Bounds(0, 0))
+    assert (found.responses, found.symptoms, found.whole) == ((), (), True)
+
+
+def test_a_short_hand_off_names_the_earlier_owner() -> None:
+    """Tokens that were not handed over are read out of what the page's last owner left."""
+    found = exposures(short_handoff(first_answered()).entries)
+    assert found.affected == Bounds(1, 1)
+    assert found.exposed == Bounds(1, 1)
+    (response,) = found.certain
+    (read,) = response.reads
+    assert (read.reader, read.writer, read.source) == (TWO, ONE, Source.REQUEST)
+    assert (read.start, read.stop, read.first_page, read.pages) == (4, 6, 1, 1)
+    assert read.owner == DECODE
+    assert read.stale_ns == read.read_ns - read.written_ns
+    assert [(p.reader, p.writer, p.responses) for p in found.pairs] == [("tenant", "tenant", 1)]
+
+
+def test_lengths_that_disagree_are_a_symptom() -> None:
+    """The legs' lengths are compared without looking at any page."""
+    found = exposures(short_handoff(first_answered()).entries)
+    (symptom,) = found.symptoms
+    assert (symptom.request, symptom.kind) == (TWO, "lengths_disagree")
+    assert (symptom.found, symptom.expected) == (4, 7)
+
+
+def test_new_memory_is_told_from_a_log_that_begins_later() -> None:
+    """Pages that nobody wrote are nobody's in a whole log, and somebody's in one that is not."""
+    log = short_handoff(Careless())
+    (response,) = exposures(log.entries).certain
+    assert [read.source for read in response.reads] == [Source.NOBODY]
+    (response,) = exposures(log.entries, whole=False).certain
+    assert [read.source for read in response.reads] == [Source.BEFORE]
+
+
+def late_write(log: Careless, *, told: bool) -> Careless:
+    """Request one is aborted with its last write on the way, and request two gets its pages."""
+    log.say(handmade.admitted(), handmade.source(), handmade.destination())
+    log.say(handmade.transferred(0, 4), handmade.ABORTED)
+    log.say(Released(SOURCE), Released(DESTINATION))
+    of_two(
+        log,
+        handmade.admitted(),
+        handmade.source(grant=SECOND_SOURCE),
+        second(),
+        handmade.transferred(0, 6, grant=SECOND),
+        handmade.drained(grant=SECOND),
+        handmade.verified(grants=(SECOND,), headers_checked=0),
+    )
+    if told:
+        log.say(handmade.transferred(4, 6))
+        log.say(handmade.drained())
+    return of_two(log, handmade.finished(reads_unchecked=3))
+
+
+def test_a_late_write_is_traced_to_its_writer() -> None:
+    """A write that lands after its pages went to another request is read by that request."""
+    found = exposures(late_write(Careless(), told=True).entries)
+    (response,) = found.certain
+    assert (response.request, response.reads[0].writer) == (TWO, ONE)
+    assert (response.reads[0].start, response.reads[0].stop) == (4, 6)
+
+
+def test_a_write_of_which_nothing_is_heard_is_a_bound() -> None:
+    """A door that was left open when pages were given back is a doubt about their next reader."""
+    found = exposures(late_write(Careless(), told=False).entries)
+    assert found.affected == Bounds(0, 1)
+    (response,) = found.responses
+    assert response.doubts == (Doubt.OPEN_DOOR,)
+
+
+def test_what_was_compared_on_every_read_is_cleared() -> None:
+    """A reader that compared every header is not in doubt, whatever was left open."""
+    log = late_write(Careless(), told=False)
+    checked = [
+        (n, attrs.evolve(e, event=handmade.finished()) if n == len(log.entries) else e)
+        for n, e in log.entries
+    ]
+    verified = [
+        (n, attrs.evolve(e, event=handmade.verified(grants=(SECOND,))))
+        if type(e.event).__name__ == "Verified"
+        else (n, e)
+        for n, e in checked
+    ]
+    assert exposures(verified).affected == Bounds(0, 0)
+
+
+def without(entries: Entries, *events: str) -> Entries:
+    """The log with these events of request two torn out; positions stay."""
+    return [
+        (n, e) for n, e in entries if not (e.request == TWO and type(e.event).__name__ in events)
+    ]
+
+
+def test_missing_entries_widen_the_bounds() -> None:
+    """A hand-off whose entries are missing is neither clear nor proved to be short."""
+    log = first_answered()
+    of_two(
+        log,
+        handmade.admitted(),
+        handmade.source(grant=SECOND_SOURCE),
+        second(),
+        handmade.transferred(0, 6, grant=SECOND),
+        handmade.drained(grant=SECOND),
+        handmade.verified(grants=(SECOND,)),
+        handmade.finished(),
+    )
+    assert exposures(log.entries).affected == Bounds(0, 0)
+    torn = without(log.entries, "Transferred")
+    position = next(n for (n, _), m in zip(torn, range(1, 99), strict=False) if n != m) - 1
+    found = exposures(torn, missing=[Missing(position, position, "gone")], whole=False)
+    assert found.affected == Bounds(0, 1)
+    assert Doubt.OWN_ENTRIES_MISSING in found.responses[0].doubts
+    assert found.missing_positions == 1
+
+
+def test_an_answer_without_pages_is_not_cleared() -> None:
+    """A log that does not say what was read clears nobody."""
+    log = Careless()
+    of_two(log, handmade.admitted(), handmade.finished())
+    found = exposures(log.entries)
+    assert found.affected == Bounds(0, 1)
+    assert Doubt.NO_PAGES in found.responses[0].doubts
+
+
+def test_an_isolation_abort_is_no_answer() -> None:
+    """A read that was stopped before its token left is listed, and not counted as an answer."""
+    log = first_answered()
+    short_handoff(log)
+    last = len(log.entries)
+    stopped = Aborted(Cause.ISOLATION_VIOLATION, "d0", page=1, tag_expected=1, tag_found=2)
+    entries = [(n, attrs.evolve(e, event=stopped) if n == last else e) for n, e in log.entries]
+    found = exposures(entries)
+    assert found.affected == Bounds(0, 0)
+    assert [r.told for r in found.responses] == [Told.PART]
+
+
+def test_a_copy_of_an_entry_says_nothing_new() -> None:
+    """A line that stands twice changes no verdict."""
+    log = short_handoff(first_answered())
+    twice = [one for one in log.entries for _ in range(2)]
+    once, again = exposures(log.entries), exposures(twice)
+    assert again.certain == once.certain
+    assert again.affected == once.affected
+
+
+# --- Slots ------------------------------------------------------------------------------------
+
+
+def test_slots_agree_with_a_plain_list() -> None:
+    """The map of runs is the same as a list of slots, for every write and every read."""
+    import random
+
+    draw = random.Random(1)
+    slots: SlotMap[int] = SlotMap()
+    plain: list[int | None] = [None] * 64
+    for value in range(500):
+        start = draw.randrange(64)
+        stop = draw.randrange(start, 64) + 1
+        slots.assign(start, stop, value)
+        plain[start:stop] = [value] * (stop - start)
+        low = draw.randrange(64)
+        high = draw.randrange(low, 64) + 1
+        flat = [v for a, b, v in slots.runs(low, high) for _ in range(b - a)]
+        assert flat == plain[low:high]
+
+
+def test_tokens_lie_in_the_pages_of_their_grant() -> None:
+    """Runs of pages are followed in the grant's order, and what does not fit is left out."""
+    pages = (PageRange(10, 2), PageRange(3, 1))
+    assert slots_of(pages, TokenRange(2, 10), 4, 0) == [(42, 48, 2), (12, 14, 8)]
+    assert slots_of(pages, TokenRange(6, 9), 4) == [(42, 45, 6)]
+    assert slots_of(pages, TokenRange(0, 99), 4, 0) == [(40, 48, 0), (12, 16, 8)]
+
+
+# --- The verb ---------------------------------------------------------------------------------
+
+
+def asked(
+    path: Path, capsys: pytest.CaptureFixture[str], *flags: str
+) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, text and document of the verb."""
+    code = cli.run(["exposures", str(path), *flags])
+    text = capsys.readouterr().out
+    assert cli.run(["exposures", str(path), "--json"]) == code
+    return code, text, json.loads(capsys.readouterr().out)
+
+
+def test_the_verb_names_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reader, pages, tokens, earlier owner and age are printed; the exit code is 1."""
+    path = write_log(tmp_path / "bad.jsonl", short_handoff(first_answered()).entries)
+    code, text, document = asked(path, capsys, "--reads")
+    assert (code, document["affected"]) == (1, {"least": 1, "most": 1})
+    assert "affected answers: 1" in text
+    assert f"tokens 4 to 5 on pages 1 to 1 of d0/1/0: bytes of {ONE}" in text
+    (response,) = document["responses"]
+    assert response["reads"][0]["writer"] == ONE
+    assert document["not_covered"]["position_share"] == 0
+
+
+def test_the_verb_clears_a_whole_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody exposed and nothing missing is exit code 0."""
+    path = write_log(tmp_path / "good.jsonl", first_answered().entries)
+    code, text, document = asked(path, capsys)
+    assert (code, document["complete"]) == (0, True)
+    assert "affected answers: 0" in text
+
+
+def test_the_verb_gives_no_verdict_on_a_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody exposed in a log with a gap is exit code 5, with what is missing."""
+    entries = first_answered().entries
+    path = write_log(tmp_path / "part.jsonl", [*entries[:6], *entries[7:]], complete=False)
+    code, text, document = asked(path, capsys)
+    assert "missing: positions 7 to 7" in text
+    assert document["not_covered"]["gaps"][0]["first"] == 7
+    assert document["not_covered"]["position_share"] > 0
+    assert code in (1, 5)
+    assert "not covered" in text
+
+
+@pytest.mark.parametrize("content", [None, b"", b"nonsense\n", b'{"format":"other"}\n'])
+def test_what_is_no_log_is_refused(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be read is exit code 5 and a sentence."""
+    path = tmp_path / "x"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.run(["exposures", str(path)]) == 5
+    said = capsys.readouterr()
+    assert (said.out, said.err[:9]) == ("", "custody: ")
+
+
+def test_a_line_that_is_cut_costs_only_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log cut in the middle of a record is read up to there, and the rest is missing."""
+    path = write_log(tmp_path / "cut.jsonl", short_handoff(first_answered()).entries)
+    text = path.read_text()
+    path.write_text(text + text.splitlines()[-1][:40])
+    code, words, document = asked(path, capsys)
+    assert (code, document["complete"]) == (1, False)
+    assert document["affected"]["least"] == 1
+    assert "not evaluated" in words

@@ -1,0 +1,195 @@
+"""A log read for an inquiry: as a stream, and as far as anything can be read.
+
+Owns: going on behind damage, and the account of what is missing.
+Must not know: what is looked for in the entries.
+
+`read_log` is for those who want a whole log or none; here a missing part is a result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any
+
+from engine.store import StoreDamaged
+from lifecycle.events import Entry
+from lifecycle.forensics_values import Missing
+from transport import codec, jsonlines
+from transport.codec_values import MalformedRecord
+from transport.forensics_chain import Survey, Wrong
+from transport.jsonlines import UnknownRecord, UnreadableLog
+from transport.stores import segment_files
+
+_REASONS_MAX = 1_000
+
+
+class Capture:
+    """One log: iterate it once, then ask what was missing.
+
+    `entries_read`, `missing`, `unknown` and `notes` grow while it is iterated; `whole` is known
+    at the end.
+    """
+
+    def __init__(self, *, foreign: bool, source: str) -> None:
+        """Nothing has been read yet."""
+        self.foreign = foreign
+        self.source = source
+        self.missing: list[Missing] = []
+        self.unknown: list[UnknownRecord] = []
+        self.notes: list[str] = []
+        self.entries_read = 0
+        self.missing_ns = 0
+        self.claims_whole = True
+        self._next = 1
+        self._last_ns = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is missing, by everything that the log says."""
+        return self.claims_whole and not self.missing and not self.unknown
+
+    def gaps(self) -> list[Missing]:
+        """Missing positions, and those of records that say nothing, once everything was read."""
+        placed = [one for one in self.unknown if one.position is not None]
+        return self.missing + [Missing(p, p, one.reason) for one in placed if (p := one.position)]
+
+    def __iter__(self) -> Iterator[tuple[int, Entry]]:
+        """Positions and entries, in the order in which they stand."""
+        for position, entry in self._read():
+            if not self.foreign:
+                if position > self._next:
+                    self._miss(self._next, position - 1, "not in the log", entry.time_ns)
+                self._next = max(self._next, position + 1)
+            self._last_ns = max(self._last_ns, entry.time_ns)
+            self.entries_read += 1
+            yield position, entry
+
+    def _read(self) -> Iterator[tuple[int, Entry]]:
+        raise NotImplementedError
+
+    def _miss(self, first: int, last: int, reason: str, until_ns: int) -> None:
+        self.missing.append(Missing(first, last, reason))
+        if self._last_ns:
+            self.missing_ns += max(0, until_ns - self._last_ns)
+
+    def _unreadable(self, record: UnknownRecord) -> None:
+        """A record that is there and says nothing; its position is accounted for by `unknown`."""
+        if len(self.unknown) < _REASONS_MAX:
+            self.unknown.append(record)
+        if record.position == self._next:
+            self._next += 1
+
+
+class SegmentCapture(Capture):
+    """Segment files."""
+
+    def __init__(self, survey: Survey, *, alone: bool, begins: bool) -> None:
+        """`alone`: these are all segments there are; `begins`: the first is a log's first."""
+        super().__init__(foreign=False, source=jsonlines.SOURCE)
+        self.survey = survey
+        self.claims_whole = alone and begins
+        self.begins = begins
+        if not begins and survey.paths:
+            self._next = _first_position(survey.paths[0])
+            if self._next > 1:
+                self.missing.append(Missing(1, self._next - 1, "before the first segment"))
+
+    def _read(self) -> Iterator[tuple[int, Entry]]:
+        for batch in self.survey.batches():
+            for position, message in enumerate(batch.entries, start=batch.frame.first_position):
+                try:
+                    yield position, codec.decode_entry(message)
+                except codec.UnknownEvent as error:
+                    self._unreadable(jsonlines.kept_message(position, message, error))
+                except MalformedRecord as error:
+                    record = {"request": message.request, "sequence": message.sequence}
+                    self._unreadable(UnknownRecord(0, position, "", str(error), record))
+        self.survey.judge_chain(whole=self.begins)
+        for problem in self.survey.problems:
+            self.notes.append(
+                f"{problem.segment}, byte {problem.offset}: {problem.wrong.value}: {problem.message}"
+            )
+            if problem.wrong in (Wrong.TORN, Wrong.ENDS_SEALED) or (
+                problem.wrong is Wrong.DAMAGED and self.claims_whole
+            ):
+                self.claims_whole = False
+
+
+class LinesCapture(Capture):
+    """JSON Lines."""
+
+    def __init__(self, stream: Iterable[bytes]) -> None:
+        """Reads the header.  Raises `UnreadableLog` when there is none."""
+        self._lines = enumerate(stream, start=1)
+        first = next(((n, text) for n, text in self._lines if text.strip()), None)
+        if first is None:
+            raise UnreadableLog(1, "the file is empty")
+        header = jsonlines.Header.of(first[0], jsonlines.object_of(*first))
+        super().__init__(foreign=header.foreign, source=header.source)
+        self.claims_whole = header.complete
+        self._declared = header.entries
+        self._seen: Counter[str] = Counter()
+
+    def _read(self) -> Iterator[tuple[int, Entry]]:
+        count = 0
+        for line, text in self._lines:
+            if not text.strip():
+                continue
+            count += 1
+            record: dict[str, Any] = {}
+            try:
+                record = jsonlines.object_of(line, text)
+                if self.foreign:
+                    record = jsonlines.supplied(record, count, self._seen)
+                one = jsonlines.stored_of(record, strict=not self.foreign)
+            except (UnreadableLog, MalformedRecord, jsonlines.UnknownName) as error:
+                reason = error.reason if isinstance(error, UnreadableLog) else str(error)
+                self._unreadable(jsonlines.kept(line, record, reason))
+                continue
+            self._seen[one.entry.request] += 1
+            yield one.position, one.entry
+        if self._declared is not None and count < self._declared:
+            self.missing.append(Missing(count + 1, self._declared, "the header counts them"))
+        elif self._declared is not None and count > self._declared:
+            self.claims_whole = False
+            self.notes.append(f"{count} entries follow a header that counts {self._declared}")
+
+
+def _first_position(path: Path) -> int:
+    return int(path.stem) if path.stem.isdigit() else 1
+
+
+def open_capture(path: Path, stack: ExitStack) -> Capture:
+    """A folder of segments, one segment, or JSON Lines; `stack` closes what is opened.
+
+    Raises `UnreadableLog` when it is no log at all.
+    """
+    try:
+        if path.is_dir():
+            paths = segment_files.segment_paths(path)
+            if not paths:
+                raise UnreadableLog(0, f"{path} holds no segment")
+            return SegmentCapture(Survey(paths), alone=True, begins=_begins(paths[0]))
+        if segment_files.is_segment(path):
+            siblings = segment_files.segment_paths(path.parent)
+            alone = siblings in ([], [path])
+            return SegmentCapture(Survey([path]), alone=alone, begins=_begins(path))
+        return open_lines(stack.enter_context(path.open("rb")))
+    except OSError as error:
+        raise UnreadableLog(0, str(error)) from error
+
+
+def open_lines(stream: IO[bytes]) -> Capture:
+    """JSON Lines from a stream.  Raises `UnreadableLog`."""
+    return LinesCapture(stream)
+
+
+def _begins(path: Path) -> bool:
+    try:
+        return segment_files.begins_the_log(path)
+    except StoreDamaged:
+        # Its own header is damaged; its name is what is left.
+        return _first_position(path) == 1
