@@ -7,7 +7,7 @@ Must not know: files and formats.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -51,11 +51,16 @@ class Report:
         return not self.findings
 
 
-def replay(entries: Iterable[tuple[int, Entry]], *, without: Iterable[str] = ()) -> Report:
+def replay(
+    entries: Iterable[tuple[int, Entry]],
+    *,
+    without: Iterable[str] = (),
+    accepted: Callable[[Entry], None] | None = None,
+) -> Report:
     """Reduce positioned entries in order and report the first violation of each request.
 
     An illegal entry changes nothing, and its request's later violations are not reported:
-    they would only follow from the first.
+    they would only follow from the first.  `accepted` is called with each legal entry.
     """
     history = History(without=without)
     findings: dict[RequestId, Finding] = {}
@@ -66,6 +71,8 @@ def replay(entries: Iterable[tuple[int, Entry]], *, without: Iterable[str] = ())
         count += 1
         kinds[type(entry.event).__name__] += 1
         violation = history.apply(entry)
+        if violation is None and accepted is not None:
+            accepted(entry)
         if violation is not None and entry.request not in findings:
             findings[entry.request] = Finding(position, violation, entry)
         last_position = position

@@ -158,7 +158,7 @@ async def test_every_role_reaches_its_methods_and_no_others(model: Path, keys: K
             for metadata in STRANGERS:
                 code = await knock(here.channel, method, metadata)
                 assert (code is not Code.UNAUTHENTICATED) == (roles is None), (method, code)
-    assert tried == 3 * 13
+    assert tried == 3 * 14
 
 
 STRANGERS: tuple[Any, ...] = (

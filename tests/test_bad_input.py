@@ -161,7 +161,7 @@ async def test_malformed_protobuf_on_every_method_of_a_scheduler(
     model: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """INVALID_ARGUMENT with the method and size, health and reflection included."""
-    assert len(SERVED) == 14
+    assert len(SERVED) == 15
     async with deployment(model) as here:
         calls = await malformed_everywhere(here.channel, SERVED)
         record_property("summary", f"malformed messages: {calls} calls of {len(SERVED)} methods")

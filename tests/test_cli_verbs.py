@@ -82,17 +82,21 @@ SERVED: list[tuple[int, str]] = [
     (0, "chat --max-new-tokens 3 --scheduler {there}"),
     (0, "cancel {known} --scheduler {there}"),
     (0, "status --scheduler {there}"),
+    (4, "drain nobody --scheduler {there}"),
     (0, "health --scheduler {there}"),
     (0, "log ls --scheduler {there}"),
     (0, "log ls --phase closed --limit 0 --scheduler {there}"),
     (0, "log show {known} --scheduler {there}"),
     (0, "log tail --scheduler {there}"),
     (0, "log export --scheduler {there}"),
+    (0, "metrics --scheduler {there}"),
     (4, "generate x --temperature -1 --scheduler {there}"),
     (4, "chat --max-new-tokens 9999 --scheduler {there}"),
     (4, f"cancel {UNKNOWN} --scheduler {{there}}"),
     (4, f"log show {UNKNOWN} --scheduler {{there}}"),
     (4, "log tail --from 999999 --scheduler {there}"),
+    # The last, for nothing is served after it.
+    (0, "drain decode --wait --scheduler {there}"),
 ]
 ALONE: list[tuple[int, str]] = [
     (0, ""),
@@ -111,7 +115,10 @@ ALONE: list[tuple[int, str]] = [
     (2, "fuzz --runs 0"),
     (0, "replay {good}"),
     (0, "exposures {good}"),
+    (0, "log ls --log {good} --phase closed"),
     (0, "log export --log {good}"),
+    (0, "metrics {good}"),
+    (0, "metrics --json {good}"),
     (1, "log show nobody --log {good}"),
     (1, "scheduler --port 0 --model {model} --log {good}/log"),
     (2, "config show --nonsense"),
@@ -122,6 +129,10 @@ ALONE: list[tuple[int, str]] = [
     (2, "log ls --limit -1"),
     (2, "log ls --phase asleep"),
     (2, "cancel"),
+    (2, "drain"),
+    (2, "drain decode --timeout 3"),
+    (2, "drain decode --wait --timeout 0"),
+    (5, "log ls --log {good}.none"),
     (2, "chat hello"),
     (2, "scheduler --model /nowhere --port 0"),
     (2, "serve --prefill 0"),
@@ -129,10 +140,11 @@ ALONE: list[tuple[int, str]] = [
     (5, "replay {good}.none"),
     (5, "exposures {good}.none"),
     (5, "log export --log {good}.none"),
+    (5, "metrics {good}.none"),
 ]
 CALLING = (
-    *("generate x", "chat", f"cancel {UNKNOWN}", "status", "health"),
-    *("log ls", f"log show {UNKNOWN}", "log tail", "log export"),
+    *("generate x", "chat", f"cancel {UNKNOWN}", "drain decode --wait", "status", "health"),
+    *("log ls", f"log show {UNKNOWN}", "log tail", "log export", "metrics"),
 )
 
 

@@ -55,6 +55,7 @@ METHODS: Mapping[str, Roles | None] = {
     "/custody.v1.LogService/Tail": _READERS,
     "/custody.v1.AdminService/CancelRequest": _READERS,
     "/custody.v1.AdminService/GetStatus": _OPERATOR,
+    "/custody.v1.AdminService/GetMetrics": _OPERATOR,
     "/custody.v1.AdminService/DrainEngine": _OPERATOR,
     "/custody.v1.AdminService/DrainScheduler": _OPERATOR,
     # Probes have no credentials.

@@ -23,6 +23,7 @@ from transport import (
     commands_forensics,
     commands_fuzz,
     commands_log,
+    commands_metrics,
     commands_run,
     commands_use,
 )
@@ -61,6 +62,7 @@ for verb in (
     commands_use.status,
     commands_use.health,
     commands_log.replay,
+    commands_metrics.metrics,
     commands_forensics.exposures,
     commands_fuzz.fuzz,
     commands_use.version,

@@ -138,6 +138,12 @@ class Client:
         with self._translated():
             return self._admin.GetStatus(admin_pb2.GetStatusRequest(), **self._quick())
 
+    def metrics(self) -> str:
+        """Every metric, in the text form of Prometheus."""
+        with self._translated():
+            answer = self._admin.GetMetrics(admin_pb2.GetMetricsRequest(), **self._quick())
+        return answer.exposition
+
     def cancel(self, request: str) -> bool:
         """End a request; whether this call ended it."""
         with self._translated():

@@ -23,6 +23,7 @@ import structlog
 from engine.effects import Append
 from engine.store import Append as StoreAppend
 from engine.store import EventStore, StoreUnavailable
+from lifecycle.tally import Tally
 from transport.log_index import LogIndex
 
 COMMIT_SECONDS = 0.005
@@ -67,6 +68,7 @@ class Journal:
         self.room_bytes_min = room_bytes_min
         self.room_bytes: int | None = None
         self.index = LogIndex()
+        self.tally = Tally()
         self.appended = store.last_position
         self.durable = store.durable_position
         self.failure: str | None = None
@@ -152,6 +154,7 @@ class Journal:
                 # What is appended again after a reopening was noted the first time.
                 self._noted = position
                 self.index.note(position, effect.entry)
+                self.tally.note(effect.entry)
         self.appended = max(self.appended, first + len(batch) - 1)
         self._unflushed += self._backlog
         self._backlog.clear()

@@ -271,7 +271,7 @@ def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
             yield (
                 f"{engine.engine}: {role}, {state}, process {rank.process_id}, "
                 f"pages {pages.free} free + {pages.held} held + {pages.booked} booked + "
-                f"{pages.quarantined} quarantined = {pages.capacity} "
+                f"{pages.quarantined} quarantined{_causes(rank)} = {pages.capacity} "
                 f"of {engine.page_tokens} tokens, "
                 f"{pages.capacity * engine.page_tokens} tokens for a context of "
                 f"{status.context_tokens}, "
@@ -279,6 +279,16 @@ def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
                 f"mismatches {rank.counters.header_mismatches}, "
                 f"unchecked {rank.counters.header_reads_unchecked}"
             )
+
+
+def _causes(rank: admin_pb2.RankStatus) -> str:
+    from transport.pb.lifecycle_pb2 import QuarantineCause
+
+    shown = [
+        f"{one.pages} {QuarantineCause.Name(one.cause).removeprefix('QUARANTINE_CAUSE_').lower()}"
+        for one in rank.quarantined
+    ]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def replay_lines(log: LogFile, report: Report) -> Iterator[str]:

@@ -196,6 +196,7 @@ class SchedulerOwner:
         stored = [(s.position, s.entry) for s in self.journal.store.tail(1)]
         for position, entry in stored:
             self.journal.index.note(position, entry)
+            self.journal.tally.note(entry)
         self.perform(self.core.resume(stored, self.now()))
 
     def stop_accepting(self) -> None:

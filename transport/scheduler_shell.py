@@ -21,6 +21,7 @@ from engine.store import EventStore, StoreError, StoreUnavailable
 from lifecycle.events import Cause
 from transport.access import open_access
 from transport.logging_setup import bind, configure_structlog
+from transport.metrics_server import serving_metrics
 from transport.scheduler_owner import SchedulerOwner
 from transport.server import Services, load_served_model, make_owner
 from transport.settings import InvalidSetting, SchedulerSettings
@@ -68,7 +69,8 @@ async def run_scheduler(
             address = _bind(services, settings, tls)
             bind(epoch=owner.core.epoch)
             ends = Ends(stop=stop, settled=settled, drain_seconds=settings.drain_seconds)
-            return await _serve(services, owner, address=address, ready=ready, ends=ends)
+            async with serving_metrics(owner, settings):
+                return await _serve(services, owner, address=address, ready=ready, ends=ends)
         finally:
             owner.close()
     finally:

@@ -27,39 +27,45 @@ from transport.pb import lifecycle_pb2 as custody_dot_v1_dot_lifecycle__pb2
 from transport.pb import log_pb2 as custody_dot_v1_dot_log__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ustody/v1/admin.proto\x12\ncustody.v1\x1a\x16\x63ustody/v1/fleet.proto\x1a\x1a\x63ustody/v1/lifecycle.proto\x1a\x14\x63ustody/v1/log.proto\"\x12\n\x10GetStatusRequest\"\\\n\x07\x41mounts\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x0e\n\x06\x62ooked\x18\x04 \x01(\x04\x12\x13\n\x0bquarantined\x18\x05 \x01(\x04\"\xca\x01\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nprocess_id\x18\x02 \x01(\x04\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\"\n\x05pages\x18\x05 \x01(\x0b\x32\x13.custody.v1.Amounts\x12#\n\x06tokens\x18\x06 \x01(\x0b\x32\x13.custody.v1.Amounts\x12,\n\x08\x63ounters\x18\x07 \x01(\x0b\x32\x1a.custody.v1.EngineCounters\"\xbc\x02\n\x0c\x45ngineStatus\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.custody.v1.Role\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.custody.v1.EngineState\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x04\x12\r\n\x05slots\x18\x07 \x01(\x04\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\r\n\x05plane\x18\t \x01(\t\x12+\n\x0b\x66\x65nce_scope\x18\n \x01(\x0e\x32\x16.custody.v1.FenceScope\x12%\n\x05ranks\x18\x0b \x03(\x0b\x32\x16.custody.v1.RankStatus\x12\x10\n\x08requests\x18\x0c \x01(\x04\"=\n\nPhaseCount\x12 \n\x05phase\x18\x01 \x01(\x0e\x32\x11.custody.v1.Phase\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xe7\x02\n\x11GetStatusResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0clog_position\x18\x02 \x01(\x04\x12\x18\n\x10\x64urable_position\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x04\x12\x0e\n\x06queued\x18\x05 \x01(\x04\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12)\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x18.custody.v1.EngineStatus\x12&\n\x06phases\x18\x08 \x03(\x0b\x32\x16.custody.v1.PhaseCount\x12\r\n\x05model\x18\t \x01(\t\x12\x12\n\nprocess_id\x18\n \x01(\x04\x12\x13\n\x0blog_failure\x18\x0b \x01(\t\x12\x16\n\x0elog_free_bytes\x18\x0c \x01(\x04\x12\x1a\n\x12log_free_bytes_min\x18\r \x01(\x04\x12\x1a\n\x12log_first_position\x18\x0e \x01(\x04\"$\n\x12\x44rainEngineRequest\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\"*\n\x13\x44rainEngineResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"\x17\n\x15\x44rainSchedulerRequest\"/\n\x16\x44rainSchedulerResponse\x12\x15\n\rrequests_open\x18\x01 \x01(\x04\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"*\n\x15\x43\x61ncelRequestResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08*x\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_ATTACHED\x10\x01\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x02\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x03\x32\xd7\x02\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.custody.v1.GetStatusRequest\x1a\x1d.custody.v1.GetStatusResponse\x12N\n\x0b\x44rainEngine\x12\x1e.custody.v1.DrainEngineRequest\x1a\x1f.custody.v1.DrainEngineResponse\x12W\n\x0e\x44rainScheduler\x12!.custody.v1.DrainSchedulerRequest\x1a\".custody.v1.DrainSchedulerResponse\x12T\n\rCancelRequest\x12 .custody.v1.CancelRequestRequest\x1a!.custody.v1.CancelRequestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ustody/v1/admin.proto\x12\ncustody.v1\x1a\x16\x63ustody/v1/fleet.proto\x1a\x1a\x63ustody/v1/lifecycle.proto\x1a\x14\x63ustody/v1/log.proto\"\x12\n\x10GetStatusRequest\"\\\n\x07\x41mounts\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x04\x12\x0e\n\x06\x62ooked\x18\x04 \x01(\x04\x12\x13\n\x0bquarantined\x18\x05 \x01(\x04\"M\n\x10QuarantinedPages\x12*\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32\x1b.custody.v1.QuarantineCause\x12\r\n\x05pages\x18\x02 \x01(\x04\"\xfd\x01\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nprocess_id\x18\x02 \x01(\x04\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12\"\n\x05pages\x18\x05 \x01(\x0b\x32\x13.custody.v1.Amounts\x12#\n\x06tokens\x18\x06 \x01(\x0b\x32\x13.custody.v1.Amounts\x12,\n\x08\x63ounters\x18\x07 \x01(\x0b\x32\x1a.custody.v1.EngineCounters\x12\x31\n\x0bquarantined\x18\x08 \x03(\x0b\x32\x1c.custody.v1.QuarantinedPages\"\xbc\x02\n\x0c\x45ngineStatus\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.custody.v1.Role\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.custody.v1.EngineState\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x06 \x01(\x04\x12\r\n\x05slots\x18\x07 \x01(\x04\x12\x0e\n\x06layout\x18\x08 \x01(\t\x12\r\n\x05plane\x18\t \x01(\t\x12+\n\x0b\x66\x65nce_scope\x18\n \x01(\x0e\x32\x16.custody.v1.FenceScope\x12%\n\x05ranks\x18\x0b \x03(\x0b\x32\x16.custody.v1.RankStatus\x12\x10\n\x08requests\x18\x0c \x01(\x04\"=\n\nPhaseCount\x12 \n\x05phase\x18\x01 \x01(\x0e\x32\x11.custody.v1.Phase\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xe7\x02\n\x11GetStatusResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0clog_position\x18\x02 \x01(\x04\x12\x18\n\x10\x64urable_position\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\x04\x12\x0e\n\x06queued\x18\x05 \x01(\x04\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12)\n\x07\x65ngines\x18\x07 \x03(\x0b\x32\x18.custody.v1.EngineStatus\x12&\n\x06phases\x18\x08 \x03(\x0b\x32\x16.custody.v1.PhaseCount\x12\r\n\x05model\x18\t \x01(\t\x12\x12\n\nprocess_id\x18\n \x01(\x04\x12\x13\n\x0blog_failure\x18\x0b \x01(\t\x12\x16\n\x0elog_free_bytes\x18\x0c \x01(\x04\x12\x1a\n\x12log_free_bytes_min\x18\r \x01(\x04\x12\x1a\n\x12log_first_position\x18\x0e \x01(\x04\"$\n\x12\x44rainEngineRequest\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\"*\n\x13\x44rainEngineResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\"\x17\n\x15\x44rainSchedulerRequest\"/\n\x16\x44rainSchedulerResponse\x12\x15\n\rrequests_open\x18\x01 \x01(\x04\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"*\n\x15\x43\x61ncelRequestResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\x13\n\x11GetMetricsRequest\"(\n\x12GetMetricsResponse\x12\x12\n\nexposition\x18\x01 \x01(\t*x\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_ATTACHED\x10\x01\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x02\x12\x15\n\x11\x45NGINE_STATE_LOST\x10\x03\x32\xa4\x03\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.custody.v1.GetStatusRequest\x1a\x1d.custody.v1.GetStatusResponse\x12N\n\x0b\x44rainEngine\x12\x1e.custody.v1.DrainEngineRequest\x1a\x1f.custody.v1.DrainEngineResponse\x12W\n\x0e\x44rainScheduler\x12!.custody.v1.DrainSchedulerRequest\x1a\".custody.v1.DrainSchedulerResponse\x12T\n\rCancelRequest\x12 .custody.v1.CancelRequestRequest\x1a!.custody.v1.CancelRequestResponse\x12K\n\nGetMetrics\x12\x1d.custody.v1.GetMetricsRequest\x1a\x1e.custody.v1.GetMetricsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'transport.pb.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=1419
-  _globals['_ENGINESTATE']._serialized_end=1539
+  _globals['_ENGINESTATE']._serialized_start=1612
+  _globals['_ENGINESTATE']._serialized_end=1732
   _globals['_GETSTATUSREQUEST']._serialized_start=112
   _globals['_GETSTATUSREQUEST']._serialized_end=130
   _globals['_AMOUNTS']._serialized_start=132
   _globals['_AMOUNTS']._serialized_end=224
-  _globals['_RANKSTATUS']._serialized_start=227
-  _globals['_RANKSTATUS']._serialized_end=429
-  _globals['_ENGINESTATUS']._serialized_start=432
-  _globals['_ENGINESTATUS']._serialized_end=748
-  _globals['_PHASECOUNT']._serialized_start=750
-  _globals['_PHASECOUNT']._serialized_end=811
-  _globals['_GETSTATUSRESPONSE']._serialized_start=814
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1173
-  _globals['_DRAINENGINEREQUEST']._serialized_start=1175
-  _globals['_DRAINENGINEREQUEST']._serialized_end=1211
-  _globals['_DRAINENGINERESPONSE']._serialized_start=1213
-  _globals['_DRAINENGINERESPONSE']._serialized_end=1255
-  _globals['_DRAINSCHEDULERREQUEST']._serialized_start=1257
-  _globals['_DRAINSCHEDULERREQUEST']._serialized_end=1280
-  _globals['_DRAINSCHEDULERRESPONSE']._serialized_start=1282
-  _globals['_DRAINSCHEDULERRESPONSE']._serialized_end=1329
-  _globals['_CANCELREQUESTREQUEST']._serialized_start=1331
-  _globals['_CANCELREQUESTREQUEST']._serialized_end=1373
-  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1375
-  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1417
-  _globals['_ADMINSERVICE']._serialized_start=1542
-  _globals['_ADMINSERVICE']._serialized_end=1885
+  _globals['_QUARANTINEDPAGES']._serialized_start=226
+  _globals['_QUARANTINEDPAGES']._serialized_end=303
+  _globals['_RANKSTATUS']._serialized_start=306
+  _globals['_RANKSTATUS']._serialized_end=559
+  _globals['_ENGINESTATUS']._serialized_start=562
+  _globals['_ENGINESTATUS']._serialized_end=878
+  _globals['_PHASECOUNT']._serialized_start=880
+  _globals['_PHASECOUNT']._serialized_end=941
+  _globals['_GETSTATUSRESPONSE']._serialized_start=944
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1303
+  _globals['_DRAINENGINEREQUEST']._serialized_start=1305
+  _globals['_DRAINENGINEREQUEST']._serialized_end=1341
+  _globals['_DRAINENGINERESPONSE']._serialized_start=1343
+  _globals['_DRAINENGINERESPONSE']._serialized_end=1385
+  _globals['_DRAINSCHEDULERREQUEST']._serialized_start=1387
+  _globals['_DRAINSCHEDULERREQUEST']._serialized_end=1410
+  _globals['_DRAINSCHEDULERRESPONSE']._serialized_start=1412
+  _globals['_DRAINSCHEDULERRESPONSE']._serialized_end=1459
+  _globals['_CANCELREQUESTREQUEST']._serialized_start=1461
+  _globals['_CANCELREQUESTREQUEST']._serialized_end=1503
+  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1505
+  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1547
+  _globals['_GETMETRICSREQUEST']._serialized_start=1549
+  _globals['_GETMETRICSREQUEST']._serialized_end=1568
+  _globals['_GETMETRICSRESPONSE']._serialized_start=1570
+  _globals['_GETMETRICSRESPONSE']._serialized_end=1610
+  _globals['_ADMINSERVICE']._serialized_start=1735
+  _globals['_ADMINSERVICE']._serialized_end=2155
 # @@protoc_insertion_point(module_scope)

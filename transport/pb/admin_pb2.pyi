@@ -106,6 +106,32 @@ class Amounts(_message.Message):
 Global___Amounts: _TypeAlias = Amounts  # noqa: Y015
 
 @_typing.final
+class QuarantinedPages(_message.Message):
+    """Pages out of circulation for one cause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    cause: _lifecycle_pb2.QuarantineCause.ValueType
+    """Why they left."""
+    pages: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        cause: _lifecycle_pb2.QuarantineCause.ValueType = ...,
+        pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantinedPages: _TypeAlias = QuarantinedPages  # noqa: Y015
+
+@_typing.final
 class RankStatus(_message.Message):
     """One rank of an engine."""
 
@@ -118,6 +144,7 @@ class RankStatus(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """The rank."""
     process_id: _builtins.int
@@ -138,6 +165,10 @@ class RankStatus(_message.Message):
     def counters(self) -> _fleet_pb2.EngineCounters:
         """What it has counted."""
 
+    @_builtins.property
+    def quarantined(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuarantinedPages]:
+        """Its quarantined pages by cause; causes without pages are left out."""
+
     def __init__(
         self,
         *,
@@ -148,10 +179,11 @@ class RankStatus(_message.Message):
         pages: Global___Amounts | None = ...,
         tokens: Global___Amounts | None = ...,
         counters: _fleet_pb2.EngineCounters | None = ...,
+        quarantined: _abc.Iterable[Global___QuarantinedPages] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "pages", b"pages", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "counters", b"counters", "endpoint", b"endpoint", "pages", b"pages", "process_id", b"process_id", "rank", b"rank", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "counters", b"counters", "endpoint", b"endpoint", "pages", b"pages", "process_id", b"process_id", "quarantined", b"quarantined", "rank", b"rank", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,3 +487,42 @@ class CancelRequestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelRequestResponse: _TypeAlias = CancelRequestResponse  # noqa: Y015
+
+@_typing.final
+class GetMetricsRequest(_message.Message):
+    """Asks for the metrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsRequest: _TypeAlias = GetMetricsRequest  # noqa: Y015
+
+@_typing.final
+class GetMetricsResponse(_message.Message):
+    """Every metric at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPOSITION_FIELD_NUMBER: _builtins.int
+    exposition: _builtins.str
+    """The text form of Prometheus, version 0.0.4."""
+    def __init__(
+        self,
+        *,
+        exposition: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposition", b"exposition"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricsResponse: _TypeAlias = GetMetricsResponse  # noqa: Y015

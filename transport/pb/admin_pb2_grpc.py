@@ -55,6 +55,11 @@ class AdminServiceStub:
                 request_serializer=custody_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
                 response_deserializer=custody_dot_v1_dot_admin__pb2.CancelRequestResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/custody.v1.AdminService/GetMetrics',
+                request_serializer=custody_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=custody_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -89,6 +94,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """Everything that is counted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CancelRequest,
                     request_deserializer=custody_dot_v1_dot_admin__pb2.CancelRequestRequest.FromString,
                     response_serializer=custody_dot_v1_dot_admin__pb2.CancelRequestResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=custody_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=custody_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class AdminService:
             '/custody.v1.AdminService/CancelRequest',
             custody_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
             custody_dot_v1_dot_admin__pb2.CancelRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/custody.v1.AdminService/GetMetrics',
+            custody_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            custody_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

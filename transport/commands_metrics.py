@@ -1,0 +1,82 @@
+"""The verb that shows metrics: `metrics`, of a running scheduler or of a log.
+
+Owns: where the metrics come from, and the exit code of an incomplete or illegal log.
+Must not know: how anything is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from transport.commands_shared import (
+    CALL,
+    DEFAULT_SCHEDULER,
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_UNREADABLE,
+    Door,
+    Json,
+    SchedulerAddress,
+    connect,
+    is_standard,
+    note,
+    say_json,
+)
+
+
+def metrics(
+    file: Path | None = None,
+    /,
+    *,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
+    json: Json = False,
+) -> int:
+    """Print every metric in the text form of Prometheus; of a log exactly as its server counted.
+
+    Parameters
+    ----------
+    file
+        JSON Lines, a segment file or a folder of segment files to count instead of asking a
+        scheduler; "-" reads JSON Lines from standard input.
+    scheduler
+        Address of a running scheduler.
+    json
+        Print JSON Lines, one metric with its samples a line.
+    """
+    code = EXIT_OK
+    if file is None:
+        with connect(scheduler, door) as client:
+            text = client.metrics()
+    else:
+        text, code = _of_log(file)
+    if json:
+        from transport.metrics_text import document
+
+        for family in document(text):
+            say_json(family)
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    return code
+
+
+def _of_log(file: Path) -> tuple[str, int]:
+    """The metrics of a log, and the exit code that `replay` would give it."""
+    from lifecycle.replay import replay
+    from lifecycle.tally import Tally
+    from transport.jsonlines import read_jsonlines, read_log
+    from transport.metrics_text import exposition
+
+    log = read_jsonlines(sys.stdin.buffer) if is_standard(file) else read_log(file)
+    tally = Tally()
+    report = replay(((s.position, s.entry) for s in log.entries), accepted=tally.note)
+    text = exposition(tally.families())
+    if log.unknown or not log.complete:
+        note("incomplete: what is missing is not counted")
+        return text, EXIT_UNREADABLE
+    if not report.clean:
+        note(f"{len(report.findings)} request(s) with a violation; illegal entries are not counted")
+        return text, EXIT_FAILED
+    return text, EXIT_OK
