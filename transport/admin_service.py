@@ -22,7 +22,7 @@ from lifecycle.state import OPEN, Phase
 from transport import refusals
 from transport.access import caller
 from transport.codec_values import FENCE_SCOPES, QUARANTINE_CAUSES, ROLES
-from transport.log_service import PHASES
+from transport.log_index import PHASES
 from transport.metrics import snapshot
 from transport.metrics_text import exposition
 from transport.pb import admin_pb2 as pb

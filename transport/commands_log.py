@@ -60,6 +60,7 @@ def list_requests(
     phase: PhaseName | None = None,
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
     door: Door = CALL,
+    log: Path | None = None,
     json: Json = False,
 ) -> int:
     """List requests in the order of their first entries, a line each.
@@ -72,20 +73,32 @@ def list_requests(
         Only requests in this phase.
     scheduler
         Address of a running scheduler.
+    log
+        Read this log folder or file instead of asking a scheduler.
     json
         Print JSON Lines, one request a line.
     """
-    from transport import render
-
     if limit is not None and limit < 0:
         raise UsageError(f"--limit {limit}: must not be negative")
+    if log is not None:
+        from transport.jsonlines import read_log
+        from transport.log_index import summaries
+
+        _print_requests(_in_phase(summaries(read_log(log).entries), phase), limit, json=json)
+        return EXIT_OK
     with connect(scheduler, door) as client:
-        for one in islice(_in_phase(client.requests(), phase), limit):
-            if json:
-                say_message(one, zeros=True)
-            else:
-                say(render.request_line(one))
+        _print_requests(_in_phase(client.requests(), phase), limit, json=json)
     return EXIT_OK
+
+
+def _print_requests(requests: Iterator[RequestSummary], limit: int | None, *, json: bool) -> None:
+    from transport import render
+
+    for one in islice(requests, limit):
+        if json:
+            say_message(one, zeros=True)
+        else:
+            say(render.request_line(one))
 
 
 def _in_phase(

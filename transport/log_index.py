@@ -8,10 +8,18 @@ It is memory only and rebuilt from the log at start.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import attrs
 
+from engine.store import Stored
 from lifecycle.events import Aborted, Admitted, Entry, Finished, Rejected
+from lifecycle.history import History
 from lifecycle.ids import FLEET, RequestId
+from lifecycle.state import Phase, RequestState
+from transport.pb import log_pb2 as pb
+
+PHASES = {phase: pb.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
 
 
 @attrs.define
@@ -70,3 +78,32 @@ class LogIndex:
     def find(self, request: RequestId) -> Line | None:
         """The line of that request."""
         return self._by_request.get(request)
+
+
+def summary(line: Line, state: RequestState | None) -> pb.RequestSummary:
+    """The line as a message; a request without a state has been settled and forgotten."""
+    if state is not None:
+        phase = state.phase
+    else:
+        phase = Phase.REJECTED if line.outcome == "Rejected" else Phase.CLOSED
+    return pb.RequestSummary(
+        request_id=line.request,
+        phase=PHASES[phase],
+        outcome=line.outcome,
+        outcome_reason=line.outcome_reason,
+        first_position=line.first_position,
+        last_position=line.last_position,
+        first_time_ns=line.first_time_ns,
+        last_time_ns=line.last_time_ns,
+        attempt=line.attempt,
+    )
+
+
+def summaries(entries: Iterable[Stored]) -> Iterator[pb.RequestSummary]:
+    """A log's requests in the order of their first entries; what is illegal moves no phase."""
+    index, history = LogIndex(), History(crossguards=False)
+    for stored in entries:
+        index.note(stored.position, stored.entry)
+        history.apply(stored.entry)
+    for line in index.lines:
+        yield summary(line, history.state(line.request))

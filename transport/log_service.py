@@ -18,10 +18,9 @@ import grpc
 
 from engine.store import PositionOutOfRange, Stored
 from lifecycle.ids import RequestId
-from lifecycle.state import Phase
 from transport import codec, refusals
 from transport.access import caller
-from transport.log_index import Line
+from transport.log_index import Line, summary
 from transport.pb import log_pb2 as pb
 from transport.pb import log_pb2_grpc
 from transport.refusals import Refusal
@@ -31,10 +30,9 @@ PAGE_DEFAULT = 50
 PAGE_MAX = 1000
 ENTRIES_PER_MESSAGE = 256
 HEARTBEAT_SECONDS = 5.0
+CUT_BACK_SECONDS = 0.05
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-PHASES = {phase: pb.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
 
 
 class LogService(log_pb2_grpc.LogServiceServicer):
@@ -93,23 +91,7 @@ class LogService(log_pb2_grpc.LogServiceServicer):
         return pb.ListRequestsResponse(requests=summaries, next_page_token=more)
 
     def _summary(self, line: Line) -> pb.RequestSummary:
-        state = self._owner.core.log.requests.get(line.request)
-        if state is not None:
-            phase = state.phase
-        else:
-            # What is closed is forgotten by the core.
-            phase = Phase.REJECTED if line.outcome == "Rejected" else Phase.CLOSED
-        return pb.RequestSummary(
-            request_id=line.request,
-            phase=PHASES[phase],
-            outcome=line.outcome,
-            outcome_reason=line.outcome_reason,
-            first_position=line.first_position,
-            last_position=line.last_position,
-            first_time_ns=line.first_time_ns,
-            last_time_ns=line.last_time_ns,
-            attempt=line.attempt,
-        )
+        return summary(line, self._owner.core.log.requests.get(line.request))
 
     # grpc.aio takes a coroutine that writes by the context as well as a generator.
     async def Tail(  # type: ignore[override]
@@ -121,6 +103,10 @@ class LogService(log_pb2_grpc.LogServiceServicer):
             try:
                 stored = await anyio.to_thread.run_sync(self._read, position)
             except PositionOutOfRange as error:
+                if error.first <= position <= self._owner.journal.appended + 1:
+                    # The store has been cut back, and is given again what this reader has seen.
+                    await anyio.sleep(CUT_BACK_SECONDS)
+                    continue
                 refusal = refusals.position_out_of_range(
                     error.position, first=error.first, last=error.last
                 )

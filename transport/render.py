@@ -259,7 +259,10 @@ def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
     yield (
         f"log position {status.log_position}, durable to {status.durable_position}; "
         f"{status.queued} queued"
+        + (f"; the log begins at {first}" if (first := status.log_first_position) > 1 else "")
     )
+    if status.log_failure:
+        yield f"nothing is admitted: {status.log_failure}"
     for count in status.phases:
         name = log_pb2.Phase.Name(count.phase).removeprefix("PHASE_").lower()
         yield f"requests {name}: {count.count}"
@@ -270,6 +273,7 @@ def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
             pages = rank.pages
             yield (
                 f"{engine.engine}: {role}, {state}, process {rank.process_id}, "
+                f"{engine.requests} requests, "
                 f"pages {pages.free} free + {pages.held} held + {pages.booked} booked + "
                 f"{pages.quarantined} quarantined{_causes(rank)} = {pages.capacity} "
                 f"of {engine.page_tokens} tokens, "
