@@ -144,6 +144,12 @@ class Client:
             answer = self._admin.GetMetrics(admin_pb2.GetMetricsRequest(), **self._quick())
         return answer.exposition
 
+    def drain(self, engine: str) -> int:
+        """Give an engine nothing new; the incarnation that drains."""
+        with self._translated():
+            message = admin_pb2.DrainEngineRequest(engine=engine)
+            return self._admin.DrainEngine(message, **self._quick()).incarnation
+
     def cancel(self, request: str) -> bool:
         """End a request; whether this call ended it."""
         with self._translated():
