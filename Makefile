@@ -165,6 +165,12 @@ fuzz: $(INSTALL_STAMP) ## Random search, bounded (FUZZ_SECONDS, FUZZ_JOBS): prin
 	    exit 1; \
 	}
 
+.PHONY: traces
+traces: $(INSTALL_STAMP) ## Replay whole request traces (CUSTODY_TRACES names their folder), about ten minutes
+	$(say) "Traces: every request of every preset's trace"
+	@test -n "$${CUSTODY_TRACES:-}" || { echo "CUSTODY_TRACES must name the folder of the traces; docs/simulator.md says which."; exit 1; }
+	@CUSTODY_TRACES_WHOLE=1 $(BIN)/python -m pytest tests/test_simulate.py -k published --timeout=3000
+
 .PHONY: format
 format: $(INSTALL_STAMP) ## Format the code and apply safe lint fixes
 	@$(BIN)/ruff check --fix-only .
