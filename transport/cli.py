@@ -26,6 +26,7 @@ from transport import (
     commands_log,
     commands_metrics,
     commands_run,
+    commands_simulate,
     commands_use,
 )
 from transport.commands_shared import (
@@ -67,6 +68,7 @@ for verb in (
     commands_metrics.metrics,
     commands_forensics.exposures,
     commands_fuzz.fuzz,
+    commands_simulate.simulate,
     commands_use.version,
 ):
     app.command(verb)
