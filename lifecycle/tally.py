@@ -10,6 +10,7 @@ only entries that were found legal are noted.  A request is forgotten once nothi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import assert_never
 
 import attrs
@@ -68,11 +69,17 @@ class Times:
 class Tally:
     """Counts of one log; `note` takes entries in their order, `families` shows the counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: History | None = None) -> None:
+        """Begin with nothing, or with a log that was reduced elsewhere up to here.
+
+        What happened before `start` is not counted; durations of what was open then are unknown.
+        """
         self.entries = 0
-        self.quarantine: dict[GrantId, Kept] = {}
-        self._history = History(crossguards=False)
         self._times: dict[RequestId, Times] = {}
+        self._history = History(crossguards=False) if start is None else start.copy()
+        self.quarantine: dict[GrantId, Kept] = dict(_kept(self._history))
+        for request in [r for r, s in self._history.requests.items() if s.phase in TERMINAL]:
+            self._forget(request)
         self._values: dict[str, dict[Labels, Value]] = {
             metric.name: metric.zeros() for metric in metrics.METRICS
         }
@@ -197,9 +204,11 @@ class Tally:
         if before is after:
             return
         now_ns = entry.time_ns
+        if before is Phase.NEW:
+            self._times[entry.request] = Times(now_ns, now_ns)
+            return
         times = self._times.get(entry.request)
         if times is None:
-            self._times[entry.request] = Times(now_ns, now_ns)
             return
         if before in metrics.TIMED:
             self._observe(metrics.PHASE_SECONDS, (before.value,), now_ns - times.since_ns)
@@ -288,6 +297,16 @@ class Tally:
             metrics.QUARANTINE_PAGES.name: quarantine,
             metrics.ENGINE_SLOTS.name: slots,
         }
+
+
+def _kept(history: History) -> Iterator[tuple[GrantId, Kept]]:
+    """The grants in quarantine whose owners live."""
+    for state in history.requests.values():
+        for grant in state.grants:
+            if grant.quarantine is not None and grant.settlement is Settlement.QUARANTINED:
+                pages = count_pages(grant.reserved.pages)
+                if grant.id.owner in history.ledger:
+                    yield grant.id, Kept(state.request, pages, grant.quarantine)
 
 
 def _named(party: Party, role: Role) -> Labels:

@@ -321,6 +321,34 @@ def test_the_worlds_reach_what_is_counted() -> None:
     assert wanted <= reached
 
 
+@pytest.mark.parametrize("name", WORLD_NAMES)
+def test_a_tally_may_start_from_a_reduced_log(name: str) -> None:
+    """From any position on it shows the same levels, and the growth of every counter since."""
+    for seed in SEEDS:
+        entries = walked(name, seed)
+        middle = len(entries) // 2
+        whole, history = Tally(), History()
+        for _, entry in entries[:middle]:
+            whole.note(entry)
+            history.apply(entry)
+        late = Tally(history)
+        before = {(f.metric.name, k): v for f in whole.families() for k, v in f.values.items()}
+        for _, entry in entries[middle:]:
+            whole.note(entry)
+            late.note(entry)
+        assert late.quarantine == whole.quarantine
+        assert set(late._history.requests) == set(whole._history.requests)
+        for one, other in zip(late.families(), whole.families(), strict=True):
+            if one.metric.kind is Kind.GAUGE:
+                assert one == other
+            elif one.metric.kind is Kind.COUNTER:
+                for labels, count in other.values.items():
+                    known = before[one.metric.name, labels]
+                    assert isinstance(count, int)
+                    assert isinstance(known, int)
+                    assert one.values[labels] == count - known
+
+
 def test_what_is_shown_does_not_change_later() -> None:
     """A scrape is one moment: entries that come afterwards do not reach into it."""
     log = hand.decoding(hand.Log())
