@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import structlog
@@ -81,6 +81,21 @@ def load(settings: EngineSettings, progress: Progress) -> Loaded:
     tokenizer = load_tokenizer(settings.model, progress=progress)
     layout = page_layout(model, page_tokens=settings.page_tokens)
     return Loaded(model, tokenizer, layout, fingerprint(model, layout))
+
+
+class MakeOwner(Protocol):
+    """Puts an engine's owner together over its memory."""
+
+    def __call__(
+        self,
+        settings: EngineSettings,
+        loaded: Loaded,
+        memory: EngineMemory,
+        *,
+        party: Party,
+        digest: LifeDigest,
+        send: Send,
+    ) -> Owner[Any]: ...
 
 
 def make_owner(

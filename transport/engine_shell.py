@@ -29,7 +29,15 @@ from transport.codec import CodecError, decode_entry, decode_party, encode_party
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.engine_hooks import NO_HOOKS, EngineHooks
 from transport.engine_owner import Continuation, Job, Outgoing
-from transport.engine_parts import LifeDigest, Loaded, Progress, ProgressLines, load, make_owner
+from transport.engine_parts import (
+    LifeDigest,
+    Loaded,
+    MakeOwner,
+    Progress,
+    ProgressLines,
+    load,
+    make_owner,
+)
 from transport.engine_planes import EngineMemory, open_memory
 from transport.fleet_client import (
     BACKOFF_SECONDS_MAX,
@@ -124,7 +132,7 @@ async def open_engine(
 
 
 class EngineShell:
-    """One life of an engine."""
+    """One life of an engine; `make` puts its owner together, `monotonic` counts nanoseconds."""
 
     def __init__(
         self,
@@ -135,17 +143,18 @@ class EngineShell:
         party: Party,
         waker: Waker,
         hooks: EngineHooks = NO_HOOKS,
+        make: MakeOwner = make_owner,
+        monotonic: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.party = party
         self.memory = memory
         self.digest = LifeDigest()
-        self.owner = make_owner(
-            settings, loaded, memory, party=party, digest=self.digest, send=self._say
-        )
+        self.owner = make(settings, loaded, memory, party=party, digest=self.digest, send=self._say)
         self._settings = settings
         self._loaded = loaded
         self._waker = waker
         self._hooks = hooks
+        self._monotonic = monotonic
         self._send: MemoryObjectSendStream[_Message]
         self._receive: MemoryObjectReceiveStream[_Message]
         self._send, self._receive = anyio.create_memory_object_stream(INBOX_MESSAGES_MAX)
@@ -245,7 +254,7 @@ class EngineShell:
                     # A credential may come back to who has joined before, never to who has not.
                     _log.error("denied_by_scheduler", party=str(self.party), reason=reason)
                     return EXIT_REFUSED
-                self._alone_since_ns = self._alone_since_ns or time.monotonic_ns()
+                self._alone_since_ns = self._alone_since_ns or self._monotonic()
                 _log.info("scheduler_stream_ended", party=str(self.party), reason=reason)
             case _Done(continuation):
                 self._computing = False
@@ -255,12 +264,12 @@ class EngineShell:
             case _Tick():
                 return self._pass_time()
             case _Leave():
-                self._leaving_since_ns = time.monotonic_ns()
+                self._leaving_since_ns = self._monotonic()
                 self._client.send(pb.EngineItem(leaving=pb.Leaving()))
         return None
 
     def _pass_time(self) -> int | None:
-        now = time.monotonic_ns()
+        now = self._monotonic()
         if self.owner.restless:
             self.owner.tick()
         if self._client.welcomed:
@@ -292,7 +301,7 @@ class EngineShell:
             case "publication":
                 self._publication(item.publication)
             case "answer":
-                self._answered_at_ns = time.monotonic_ns()
+                self._answered_at_ns = self._monotonic()
                 answer = item.answer
                 self.owner.answer(answer.number, answer.accepted_position, answer.dropped_rule)
             case "peer":
@@ -320,7 +329,7 @@ class EngineShell:
         self._client.welcomed = True
         self._heartbeat_ns = welcome.heartbeat_ns or self._heartbeat_ns
         self._client.backoff_seconds_max = min(BACKOFF_SECONDS_MAX, self._heartbeat_ns / 1e9)
-        self._answered_at_ns = time.monotonic_ns()
+        self._answered_at_ns = self._monotonic()
         if welcome.inventory_wanted:
             self.owner.begin_sync(welcome.epoch, next_number=self._hello_next_number)
             self._client.send(encode_inventory(self.owner, epoch=welcome.epoch))

@@ -35,6 +35,7 @@ SLOW_NS = 5_000_000_000
 ROOM_SECONDS = 1.0
 """How often the room on the disk is looked at while nothing is written."""
 
+Worked = tuple[int | StoreUnavailable | None, int | None]
 Tell = Callable[[Callable[[], None]], Awaitable[None]]
 _log = structlog.get_logger("custody.journal")
 
@@ -132,11 +133,25 @@ class Journal:
             if flush:
                 with anyio.move_on_after(COMMIT_SECONDS):
                     await self._urgent.wait()
-                self._dirty, self._urgent = anyio.Event(), anyio.Event()
-            self._flushing_since_ns = self._monotonic() if flush else 0
-            result, room_bytes = await anyio.to_thread.run_sync(self._work, flush)
-            self._flushing_since_ns = 0
-            await tell(partial(self._worked, result, room_bytes))
+            result, room_bytes = await anyio.to_thread.run_sync(self.begin(flush=flush))
+            await tell(partial(self.end, result, room_bytes))
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something is to be flushed."""
+        return self._dirty.is_set()
+
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits for that."""
+        return self._urgent.is_set()
+
+    def begin(self, *, flush: bool) -> Callable[[], Worked]:
+        """What is to be done away from the owner task now; `end` is then told the result."""
+        if flush:
+            self._dirty, self._urgent = anyio.Event(), anyio.Event()
+        self._flushing_since_ns = self._monotonic() if flush else 0
+        return partial(self._work, flush)
 
     def _write(self) -> None:
         if not self._backlog or self._reopening:
@@ -164,7 +179,7 @@ class Journal:
         self.grown.set()
         self.grown = anyio.Event()
 
-    def _work(self, flush: bool) -> tuple[int | StoreUnavailable | None, int | None]:
+    def _work(self, flush: bool) -> Worked:
         """In a worker thread: the durable position or what went wrong, and the room."""
         result: int | StoreUnavailable | None = None
         try:
@@ -179,7 +194,9 @@ class Journal:
         except StoreUnavailable:
             return result, self.room_bytes
 
-    def _worked(self, result: int | StoreUnavailable | None, room_bytes: int | None) -> None:
+    def end(self, result: int | StoreUnavailable | None, room_bytes: int | None) -> None:
+        """Take in what became of it."""
+        self._flushing_since_ns = 0
         was_low, self.room_bytes = self.low, room_bytes
         if self.low is not was_low:
             state = "log_room_low" if self.low else "log_room_enough"
