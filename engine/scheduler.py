@@ -49,6 +49,10 @@ ANSWERS_KEPT = 8192
 """How many answers per rank are kept for repeats; an engine has fewer proposals outstanding."""
 
 
+_REJECTED_FOR = {Cause.DEADLINE: RejectCode.DEADLINE, Cause.SHUTDOWN: RejectCode.DRAINING}
+"""What a cause that ends a request is called for one that was never admitted."""
+
+
 class RefusedEngineError(Exception):
     """An engine may not join: the reason names what was compared."""
 
@@ -219,7 +223,7 @@ class Scheduler(Judge):
         self._at(now_ns)
         pending = self.queue.find(request)
         if pending is not None and self.log.state(request).phase is Phase.NEW:
-            code = RejectCode.DEADLINE if cause is Cause.DEADLINE else RejectCode.CANCELLED
+            code = _REJECTED_FOR.get(cause, RejectCode.CANCELLED)
             self._reject_waiting(pending, code, f"{cause.value} while waiting in the queue")
         else:
             self._carry_out(End(request, cause, reported_by))

@@ -3,8 +3,10 @@
 A scheduler says that it has settled, and ends when the others are gone.
 
 Usage: part_stub FOLDER VERB [NAME] FLAGS...  Each part appends lines to FOLDER/story.
-FOLDER/<name>.script may hold: `die CODE` (after readiness), `deaf` (ignores SIGTERM),
-`fail` (exit code 3 at the end), `mute` (never ready).
+FOLDER/<name>.script may hold: `die CODE` (after readiness; with `once` in its first life only),
+`deaf` (ignores SIGTERM), `fail` (exit code 3 at the end), `mute` (never ready),
+`give-up NAME` (a scheduler: that engine is lost), `stuck` (its first life listens to nothing),
+`busy` (a scheduler: it settles at the second SIGTERM).
 """
 
 from __future__ import annotations
@@ -26,6 +28,30 @@ def wait_for_others(story: Path) -> None:
         pace.wait(0.005)
 
 
+def say(what: dict[str, object]) -> None:
+    """Announce something."""
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def give_up(story: Path, engine: str) -> None:
+    """Wait for an engine, and announce that its first life is lost."""
+    pace = threading.Event()
+    while True:
+        for line in story.read_text().splitlines():
+            what, name, process_id = line.split()
+            if (what, name) == ("starts", engine):
+                return say(
+                    {
+                        "event": "lost",
+                        "engine": engine,
+                        "process_id": int(process_id),
+                        "cause": "lease",
+                    }
+                )
+        pace.wait(0.005)
+
+
 def main() -> None:
     """Play the part."""
     folder, verb, *rest = sys.argv[1:]
@@ -43,18 +69,24 @@ def main() -> None:
     joined = rest[rest.index("--scheduler") + 1] if "--scheduler" in rest else ""
     tell(f"joins:{joined}")
     if script != "mute":
-        address = "127.0.0.1:4321" if verb == "scheduler" else ""
-        sys.stdout.write(json.dumps({"event": "ready", "address": address}) + "\n")
-        sys.stdout.flush()
-    if script.startswith("die"):
+        say({"event": "ready", "address": "127.0.0.1:4321" if verb == "scheduler" else ""})
+    lives = Path(folder, "story").read_text().splitlines()
+    first_life = sum(line.startswith(f"starts {name} ") for line in lives) == 1
+    if script.startswith("die") and (first_life or "once" not in script):
         sys.exit(int(script.split()[1]))
+    if script.startswith("give-up"):
+        give_up(Path(folder, "story"), script.split()[1])
+    if script == "stuck" and first_life:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     signal.sigwait(ended)
     if script == "deaf":
         signal.sigwait({signal.SIGINT})
+    if script == "busy":
+        tell("hears")
+        signal.sigwait(ended)
     if verb == "scheduler":
-        sys.stdout.write(json.dumps({"event": "settled"}) + "\n")
-        sys.stdout.flush()
         tell("settles")
+        say({"event": "settled"})
         wait_for_others(Path(folder, "story"))
     tell("ends")
     sys.exit(3 if script == "fail" else 0)

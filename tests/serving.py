@@ -38,6 +38,7 @@ class Deployment:
     channel: grpc.aio.Channel
     store: EventStore
     stop: anyio.Event
+    hurry: anyio.Event
     prefill: FakeEngine
     decode: FakeEngine
     tasks: anyio.abc.TaskGroup
@@ -101,7 +102,7 @@ async def deployment(
     `dial` is the channel's and of `tail_until`, `engine_dial` the engines'.
     """
     store = MemoryStore() if store is None else store
-    stop, up = anyio.Event(), anyio.Event()
+    stop, hurry, up = anyio.Event(), anyio.Event(), anyio.Event()
     found: list[str] = []
 
     def ready(address: str) -> None:
@@ -114,7 +115,7 @@ async def deployment(
             here: Deployment | None = None
 
             async def serve() -> None:
-                code = await run_scheduler(wanted, ready=ready, stop=stop, store=store)
+                code = await run_scheduler(wanted, ready=ready, stop=stop, hurry=hurry, store=store)
                 if here is not None:
                     here.codes.append(code)
                     here.ended.set()
@@ -130,7 +131,10 @@ async def deployment(
                     pause_at=pause_at,
                     dial=engine_dial,
                 )
-                here = Deployment(found[0], channel, store, stop, prefill, decode, tasks, dial)
+                here = Deployment(
+                    *(found[0], channel, store, stop, hurry),
+                    *(prefill, decode, tasks, dial),
+                )
                 if engines:
                     tasks.start_soon(prefill.run)
                     await prefill.synced.wait()

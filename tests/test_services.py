@@ -10,7 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from lifecycle.events import Role
+from lifecycle.events import Aborted, Cause, Released, Role
+from lifecycle.ids import RequestId
+from lifecycle.replay import replay
 from tests.fake_engine import FIRST_TOKEN, FakeEngine
 from tests.serving import Deployment, ask, deployment, details
 from tests.tiny import tiny_llama
@@ -395,6 +397,30 @@ async def test_a_drain_that_takes_too_long_is_forced(model: Path) -> None:
         assert details(error)[0].reason == "SHUTDOWN"
         await here.ended.wait()
         assert here.codes == [1]
+
+
+async def test_a_second_request_to_stop_aborts_what_is_open(model: Path) -> None:
+    """At once, with an event for each request, whose client is told; the exit code says so."""
+    async with deployment(model, pause_at=2, pages=6) as here:
+        call, running = await begin(here, ask(new=5))
+        waiting = here.generation.Generate(ask(7, 12))
+        while (await here.admin.GetStatus(admin_pb2.GetStatusRequest())).queued == 0:
+            pass
+        here.stop.set()
+        error = await status_of(here.generation.Generate(ask()))
+        assert details(error)[0].reason == "DRAINING"
+        assert not here.ended.is_set()
+        here.hurry.set()
+        for open_call, reason in ((call, "SHUTDOWN"), (waiting, "DRAINING")):
+            error = await status_of(open_call)
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert details(error)[0].reason == reason
+        await here.ended.wait()
+        assert here.codes == [1]
+        events = [s.entry.event for s in here.store.read(RequestId(running))]
+        assert [e.cause for e in events if isinstance(e, Aborted)] == [Cause.SHUTDOWN]
+        assert isinstance(events[-1], Released)
+        assert replay([(s.position, s.entry) for s in here.store.tail(1)]).clean
 
 
 async def test_an_operator_may_drain_the_scheduler_and_an_engine(model: Path) -> None:

@@ -27,6 +27,7 @@ class Stage:
         self.addresses: list[str] = []
         self.ready = anyio.Event()
         self.stop = anyio.Event()
+        self.hurry = anyio.Event()
 
     def script(self, name: str, what: str) -> None:
         (self.folder / f"{name}.script").write_text(what)
@@ -47,6 +48,7 @@ class Stage:
             started=self.started.append,
             ready=self.on_ready,
             stop=self.stop,
+            hurry=self.hurry,
             complain=self.complaints.append,
         )
 
@@ -64,9 +66,15 @@ class Stage:
             self.stop.set()
         return code
 
+    async def until_told(self, what: str, name: str, times: int = 1) -> None:
+        """Wait until the story says this of that part, so many times."""
+        while self.story(what).count(name) < times:
+            await anyio.lowlevel.checkpoint()
+
     def story(self, what: str) -> list[str]:
         """Names of parts of which this is told, in order."""
-        lines = (self.folder / "story").read_text().splitlines()
+        path = self.folder / "story"
+        lines = path.read_text().splitlines() if path.exists() else []
         return [line.split()[1] for line in lines if line.split()[0] == what]
 
     def alive(self) -> list[str]:
@@ -106,6 +114,60 @@ async def test_an_unexpected_death_ends_everything(stage: Stage, victim: str) ->
     assert await stage.run() == 1
     assert f"{victim} (process " in stage.complaints[0]
     assert "ended unexpectedly with exit code 7" in stage.complaints[0]
+
+
+async def test_an_engine_that_dies_is_started_again(stage: Stage) -> None:
+    """With the same arguments and a process of its own; the end is then as orderly as any."""
+    stage.script("decode-0", "die 7 once")
+    code = -1
+
+    async def run() -> None:
+        nonlocal code
+        code = await stage.run(prefill=2)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await stage.until_told("joins:127.0.0.1:4321", "decode-0", 2)
+        await stage.ready.wait()
+        stage.stop.set()
+    assert code == 0
+    assert sorted(stage.story("starts").count(name) for name in set(stage.story("starts"))) == [
+        *(1, 1, 1, 2)
+    ]
+    assert len(stage.complaints) == 1
+    assert stage.complaints[0].endswith("ended unexpectedly with exit code 7")
+
+
+async def test_an_engine_that_was_given_up_is_killed_and_started_again(stage: Stage) -> None:
+    """A hung writer's process is ended and seen to be gone; a new one takes its place."""
+    stage.script("scheduler", "give-up prefill-0")
+    stage.script("prefill-0", "stuck")
+    code = -1
+
+    async def run() -> None:
+        nonlocal code
+        code = await stage.run()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await stage.until_told("starts", "prefill-0", 2)
+        await stage.ready.wait()
+        stage.stop.set()
+    assert code == 0
+    assert stage.complaints[0].endswith("was given up (lease) by signal 9")
+
+
+async def test_hurry_reaches_the_scheduler(stage: Stage) -> None:
+    """Whoever does not want to wait is passed on; the order of the end stays."""
+    stage.script("scheduler", "busy")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stage.run)
+        await stage.ready.wait()
+        stage.stop.set()
+        await stage.until_told("hears", "scheduler")
+        stage.hurry.set()
+    assert stage.story("ends")[-1] == "scheduler"
+    assert stage.complaints == []
 
 
 @pytest.mark.parametrize("code", [2, 4])

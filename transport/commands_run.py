@@ -30,7 +30,17 @@ from transport.settings import (
 
 PR_SET_PDEATHSIG = 1
 Ready = Callable[[str], None]
-Runner = Callable[[Ready, anyio.Event], Awaitable[int]]
+
+
+@attrs.frozen
+class Signals:
+    """What the operator has asked for so far: to stop in order, and not to wait any longer."""
+
+    stop: anyio.Event = attrs.Factory(anyio.Event)
+    hurry: anyio.Event = attrs.Factory(anyio.Event)
+
+
+Runner = Callable[[Ready, Signals], Awaitable[int]]
 SupervisedBy = Annotated[int | None, Parameter(name="--supervised-by", show=False, env_var=())]
 
 _log = structlog.get_logger("custody.serve")
@@ -49,25 +59,30 @@ def end_with(supervisor: int | None) -> None:
         raise SystemExit(EXIT_SIGNAL + signal.SIGTERM)
 
 
-async def run_until_signalled(run: Runner, ready: Ready) -> int:
-    """Run a part; the first SIGTERM or SIGINT asks it to stop, the second cuts it short."""
-    stop = anyio.Event()
+async def run_until_signalled(run: Runner, ready: Ready, cut_at: int | None = 3) -> int:
+    """Run a part; the first SIGTERM or SIGINT asks it to stop, the second not to wait any longer.
+
+    cut_at: the signal, counted from 1, that cuts it short; None has it end by itself.
+    """
+    signals = Signals()
     code = EXIT_SIGNAL
 
     async def watch() -> None:
         nonlocal code
+        count = 0
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
             async for number in received:
-                if stop.is_set():
+                count += 1
+                if count == cut_at:
                     code = EXIT_SIGNAL + number
                     tasks.cancel_scope.cancel()
                     return
-                stop.set()
+                (signals.hurry if signals.stop.is_set() else signals.stop).set()
 
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
-            code = await run(ready, stop)
+            code = await run(ready, signals)
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise sole_error(group) from group
@@ -93,12 +108,18 @@ def announce(part: str, address: str, *, json: bool) -> None:
         say(f"{part} ready" + (f" at {address}" if address else "") + f", process {os.getpid()}")
 
 
-def _run_part(part: str, run: Runner, *, json: bool, supervised_by: int | None) -> int:
+def _run_part(
+    part: str, run: Runner, *, json: bool, supervised_by: int | None, cut_at: int | None
+) -> int:
     end_with(supervised_by)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     configure_logging()
     bind(part=part)
-    return anyio.run(run_until_signalled, run, lambda address: announce(part, address, json=json))
+
+    def ready(address: str) -> None:
+        announce(part, address, json=json)
+
+    return anyio.run(run_until_signalled, run, ready, cut_at)
 
 
 def scheduler(
@@ -119,14 +140,26 @@ def scheduler(
         say_json({"event": "settled", "part": "scheduler"})
 
     # Nobody tells the engines of a scheduler that runs alone to leave, so it waits for none.
-    settled = None if supervised_by is None else say_settled
+    supervised = supervised_by is not None
 
-    async def run(ready: Ready, stop: anyio.Event) -> int:
+    def say_lost(engine: str, process_id: int, cause: str) -> None:
+        say_json({"event": "lost", "engine": engine, "process_id": process_id, "cause": cause})
+
+    async def run(ready: Ready, signals: Signals) -> int:
         from transport.scheduler_shell import run_scheduler
 
-        return await run_scheduler(options, ready=ready, stop=stop, settled=settled)
+        return await run_scheduler(
+            options,
+            ready=ready,
+            stop=signals.stop,
+            hurry=signals.hurry,
+            settled=say_settled if supervised else None,
+            lost=say_lost if supervised else None,
+        )
 
-    return _run_part("scheduler", run, json=json, supervised_by=supervised_by)
+    # The supervisor says again that it waits for nobody; it cuts short by killing.
+    cut_at = None if supervised else 3
+    return _run_part("scheduler", run, json=json, supervised_by=supervised_by, cut_at=cut_at)
 
 
 def prefill(
@@ -179,7 +212,7 @@ def _run_engine(
     # The variable is read once, when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    async def run(ready: Ready, stop: anyio.Event) -> int:
+    async def run(ready: Ready, signals: Signals) -> int:
         from transport.engine_shell import run_engine
 
         def joined() -> None:
@@ -188,12 +221,12 @@ def _run_engine(
             ready("")
 
         bind(engine=engine, role=role.value)
-        return await run_engine(settings, ready=joined, stop=stop, progress=bar)
+        return await run_engine(settings, ready=joined, stop=signals.stop, progress=bar)
 
     # Several parts on one terminal would draw over each other; those say lines.
     bar = LoadingBar() if on_terminal() and not json and supervised_by is None else None
     try:
-        return _run_part(engine, run, json=json, supervised_by=supervised_by)
+        return _run_part(engine, run, json=json, supervised_by=supervised_by, cut_at=2)
     finally:
         if bar is not None:
             bar.close()
@@ -237,8 +270,15 @@ def serve(
         else:
             say(f"{part.name} started, process {part.process_id}")
 
-    async def run(ready: Ready, stop: anyio.Event) -> int:
-        return await supervise(parts, started=started, ready=ready, stop=stop, complain=complain)
+    async def run(ready: Ready, signals: Signals) -> int:
+        return await supervise(
+            parts,
+            started=started,
+            ready=ready,
+            stop=signals.stop,
+            hurry=signals.hurry,
+            complain=complain,
+        )
 
     def ready(address: str) -> None:
         if json:

@@ -249,6 +249,12 @@ class FleetDesk:
         states = self.owner.core.log.requests.values()
         return [s.request for s in states if _runs_on(s, life) or _holds(s, life)]
 
+    def processes(self, event: Lost) -> list[int]:
+        """The process ids of a life's ranks, as far as they are known."""
+        life = (event.engine, event.incarnation)
+        ranks = self.streams.ranks.items()
+        return [rank.process_id for p, rank in ranks if (p.engine, p.incarnation) == life]
+
     def lost(self, event: Lost) -> None:
         """A life is over: its streams end, and its addresses are forgotten."""
         life = (event.engine, event.incarnation)

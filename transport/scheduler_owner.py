@@ -31,7 +31,7 @@ from engine.effects import (
 )
 from engine.scheduler import Scheduler
 from engine.store import EventStore
-from lifecycle.events import Attached, Draining, Lost, Role
+from lifecycle.events import Attached, Draining, Lost, LostCause, Role
 from lifecycle.ids import FLEET
 from lifecycle.state import OPEN
 from transport.client_desk import ClientDesk
@@ -107,6 +107,7 @@ class SchedulerOwner:
             tenant_salt=settings.tenant_salt,
             reader_tokens_max=settings.reader_tokens_max,
         )
+        self.on_lost: Callable[[str, int, str], None] | None = None
         self.changed = anyio.Event()
         self._send, self._receive = anyio.create_memory_object_stream[Callable[[], None]](INBOX_MAX)
         self._asking: set[anyio.Event] = set()
@@ -290,6 +291,9 @@ class SchedulerOwner:
                 position=effect.position,
             )
         if isinstance(event, Lost):
+            if self.on_lost is not None and event.cause is not LostCause.LEFT:
+                for process_id in self.fleet.processes(event):
+                    self.on_lost(event.engine, process_id, event.cause.value)
             self.fleet.lost(event)
         self.core.limits = attrs.evolve(self.core.limits, context_tokens=self._context())
         self._note_change()

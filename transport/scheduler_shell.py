@@ -10,6 +10,7 @@ somebody tells them to, end the streams of those that stay, flush, and only then
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -44,13 +45,17 @@ async def run_scheduler(
     ready: Callable[[str], None],
     stop: anyio.Event,
     store: EventStore | None = None,
+    hurry: anyio.Event | None = None,
     settled: Callable[[], None] | None = None,
+    lost: Callable[[str, int, str], None] | None = None,
 ) -> int:
     """Serve until `stop` is set, then finish what is here; 0 when all of it was finished.
 
     `ready` is called with the bound address, host:port.  `store` replaces the settings' log.
     `settled` is called when nothing is open any more, for somebody who then tells the engines to
     leave: they are waited for, so that their leaving is in the log.  Without it nobody is.
+    `hurry` ends every wait: what is open is aborted, and the log says so.
+    `lost` is told engine, process id and cause of every engine that is given up.
     Raises ModelError, StoreError or InvalidSetting when it cannot start.
     """
     if not structlog.is_configured():
@@ -64,11 +69,14 @@ async def run_scheduler(
         store = await anyio.to_thread.run_sync(_open, settings)
     try:
         owner = make_owner(settings, model=model, store=store)
+        owner.on_lost = lost
         try:
             services = Services.assemble(owner, model=model, settings=settings, access=access)
             address = _bind(services, settings, tls)
             bind(epoch=owner.core.epoch)
-            ends = Ends(stop=stop, settled=settled, drain_seconds=settings.drain_seconds)
+            hurry = anyio.Event() if hurry is None else hurry
+            seconds = settings.drain_seconds
+            ends = Ends(stop=stop, hurry=hurry, settled=settled, drain_seconds=seconds)
             async with serving_metrics(owner, settings):
                 return await _serve(services, owner, address=address, ready=ready, ends=ends)
         finally:
@@ -98,6 +106,7 @@ class Ends:
     """When serving ends, and how long and for whom the end waits."""
 
     stop: anyio.Event
+    hurry: anyio.Event
     settled: Callable[[], None] | None
     drain_seconds: float
 
@@ -149,26 +158,18 @@ async def keep_sealing(store: EventStore, *, pause_seconds: float = SEAL_SECONDS
 async def _drain(owner: SchedulerOwner, ends: Ends) -> int:
     """Finish what is here, as long as it may take; 1 when something had to be cut off."""
     await owner.tell(owner.stop_accepting)
-    code = 1
     with anyio.move_on_after(ends.drain_seconds):
-        await _until(owner, lambda: owner.settled)
-        code = 0
+        await _until(owner, lambda: owner.settled or ends.hurry.is_set())
+    code = 0 if await owner.ask(lambda: owner.settled) else 1
     if code:
-
-        def cut_off() -> None:
-            _log.warning("scheduler_forced", requests_open=owner.requests_open)
-            for request in (
-                *owner.core.log.requests,
-                *(p.wanted.request for p in owner.core.queue.waiting()),
-            ):
-                effects = owner.core.cancel(request, Cause.SHUTDOWN, "scheduler", owner.now())
-                owner.perform(effects)
-
-        await owner.tell(cut_off)
+        await owner.tell(partial(_cut_off, owner))
+        # Engines have no say in when this ends, but a moment to settle what was cut off.
+        with anyio.move_on_after(GRACE_SECONDS):
+            await _until(owner, lambda: owner.settled)
     if ends.settled is not None:
         ends.settled()
         with anyio.move_on_after(LEAVE_SECONDS):
-            await _until(owner, lambda: not owner.fleet.streams.links)
+            await _until(owner, lambda: not owner.fleet.streams.links or ends.hurry.is_set())
     await owner.ask(owner.fleet.shut_down)
     try:
         await anyio.to_thread.run_sync(owner.journal.store.flush)
@@ -176,6 +177,14 @@ async def _drain(owner: SchedulerOwner, ends: Ends) -> int:
         _log.error("log_unavailable_at_end", reason=str(error))
         code = 1
     return code
+
+
+def _cut_off(owner: SchedulerOwner) -> None:
+    """Abort or reject whatever is open; the log says so, and clients are told."""
+    _log.warning("scheduler_forced", requests_open=owner.requests_open)
+    waiting = [pending.wanted.request for pending in owner.core.queue.waiting()]
+    for request in (*owner.core.log.requests, *waiting):
+        owner.perform(owner.core.cancel(request, Cause.SHUTDOWN, "scheduler", owner.now()))
 
 
 async def _until(owner: SchedulerOwner, holds: Callable[[], bool]) -> None:

@@ -6,6 +6,9 @@ Must not know: what the parts do; it reads one readiness line of each and its ex
 Children run in sessions of their own, so that Ctrl-C reaches them through here and in order:
 the scheduler stops accepting, finishes and says that it has settled, then the engines leave while
 it still keeps the log, and it ends last.
+
+An engine that ends by itself is started again; one that the scheduler has given up is killed first,
+for what it could still write stays in the way until its process is seen to be gone.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ from transport.settings import (
 
 ENTRY = (sys.executable, "-P", "-m", "transport.cli")
 LEAVE_SECONDS = 20.0
+RESTARTS_MAX = 3
+RESTART_SECONDS = 60.0
+"""An engine that ends more often than so many times in so many seconds is not started again."""
+
 LINE_CHARACTERS_MAX = 1 << 16
 
 
@@ -118,14 +125,19 @@ class Started:
 class _Child:
     """One child: its process, its readiness line, and its end."""
 
-    def __init__(self, name: str, process: anyio.abc.Process) -> None:
+    def __init__(
+        self, name: str, process: anyio.abc.Process, on_lost: Callable[[str, int, str], None]
+    ) -> None:
+        """`on_lost` is told engine, process id and cause of what a scheduler has given up."""
         self.name = name
         self.process = process
+        self._on_lost = on_lost
         self.ready = anyio.Event()
         self.settled = anyio.Event()
         self.ended = anyio.Event()
         self.address = ""
         self.told = False
+        self.given_up = ""
 
     async def watch(self) -> None:
         """Read what it announces, and wait for its end."""
@@ -151,6 +163,10 @@ class _Child:
                     self.ready.set()
                 case "settled":
                     self.settled.set()
+                case "lost":
+                    self._on_lost(
+                        str(said.get("engine")), said.get("process_id"), str(said.get("cause"))
+                    )
                 case _:
                     pass
 
@@ -186,10 +202,14 @@ class _Deployment:
         self._complain = complain
         self._stopping = False
         self.children: list[_Child] = []
+        self._commands: dict[str, Sequence[str]] = {}
+        self._restarts: dict[str, list[float]] = {}
         self.failed = anyio.Event()
         self.code = EXIT_FAILED
 
     async def start(self, name: str, arguments: Sequence[str]) -> _Child:
+        """Start a part; one of that name which has ended gives its place to it."""
+        self._commands[name] = arguments
         command = (*ENTRY, *arguments, "--json", "--supervised-by", str(os.getpid()))
         process = await anyio.open_process(
             command,
@@ -198,28 +218,68 @@ class _Deployment:
             stderr=None,
             start_new_session=True,
         )
-        child = _Child(name, process)
-        self.children.append(child)
+        child = _Child(name, process, self._lost)
+        before = next((n for n, one in enumerate(self.children) if one.name == name), None)
+        if before is None:
+            self.children.append(child)
+        else:
+            self.children[before] = child
         self._started(Started(name, process.pid))
         self._tasks.start_soon(self._watch, child)
         return child
 
     async def _watch(self, child: _Child) -> None:
         await child.watch()
-        if not self._stopping:
-            how = exit_text(child.process.returncode)
-            self._complain(f"{child.name} (process {child.process.pid}) ended unexpectedly {how}")
-            if not self.failed.is_set():
-                self.code = passed_on(child.process.returncode)
-            child.told = True
-            self.failed.set()
+        if self._stopping:
+            return
+        how = exit_text(child.process.returncode)
+        told = f"{child.name} (process {child.process.pid}) "
+        told += f"was given up ({child.given_up})" if child.given_up else "ended unexpectedly"
+        self._complain(f"{told} {how}")
+        if self._may_start_again(child):
+            await child.process.aclose()
+            await self.start(child.name, self._commands[child.name])
+            return
+        if not self.failed.is_set():
+            self.code = passed_on(child.process.returncode)
+        child.told = True
+        self.failed.set()
 
-    async def end(self, *, drain_seconds: float) -> bool:
+    def _may_start_again(self, child: _Child) -> bool:
+        """Whether an engine's end is its own, and not the doing of its settings or its place."""
+        unusable = child.process.returncode in (EXIT_USAGE, EXIT_REFUSED) and not child.given_up
+        if child is self.children[0] or not child.ready.is_set() or unusable:
+            return False
+        now = anyio.current_time()
+        recent = [t for t in self._restarts.get(child.name, ()) if now - t < RESTART_SECONDS]
+        self._restarts[child.name] = [*recent, now]
+        return len(recent) < RESTARTS_MAX
+
+    def _lost(self, engine: str, process_id: int, cause: str) -> None:
+        """The scheduler has given an engine up: nobody knows what it may still write, so kill it."""
+        for child in self.children[1:]:
+            if (child.name, child.process.pid) == (engine, process_id):
+                child.given_up = cause
+                self.kill(child)
+
+    async def end(self, *, drain_seconds: float, hurry: anyio.Event) -> bool:
         """The scheduler settles, the engines leave, the scheduler ends.
 
         Returns whether all ended by themselves with code 0.
         """
         self._stopping = True
+        async with anyio.create_task_group() as hurrying:
+            hurrying.start_soon(self._pass_on, hurry)
+            clean = await self._end(drain_seconds=drain_seconds)
+            hurrying.cancel_scope.cancel()
+        return clean
+
+    async def _pass_on(self, hurry: anyio.Event) -> None:
+        await hurry.wait()
+        for scheduler in self.children[:1]:
+            scheduler.signal_end()
+
+    async def _end(self, *, drain_seconds: float) -> bool:
         clean = True
         for scheduler in self.children[:1]:
             scheduler.signal_end()
@@ -231,6 +291,10 @@ class _Deployment:
         for engine in self.children[1:]:
             engine.signal_end()
         for group in (self.children[1:], self.children[:1]):
+            if group == self.children[:1]:
+                # Who else is connected was not told to leave, and is not waited for.
+                for scheduler in group:
+                    scheduler.signal_end()
             with anyio.move_on_after(LEAVE_SECONDS):
                 for child in group:
                     await child.ended.wait()
@@ -273,11 +337,13 @@ async def supervise(
     ready: Callable[[str], None],
     stop: anyio.Event,
     complain: Callable[[str], None],
+    hurry: anyio.Event | None = None,
 ) -> int:
     """Run the parts until `stop`, then end them in order; 0 if nothing went wrong.
 
     A part that was set wrongly or refused gives its own exit code (2 or 4), all else 1.
-    A child that dies by itself ends everything: nothing is restarted here.
+    The scheduler's death ends everything, and so does an engine that cannot be kept running.
+    `hurry` has what is open aborted instead of finished, once `stop` is set.
     """
     with parts.engine_credential() as known:
         async with anyio.create_task_group() as tasks:
@@ -287,7 +353,10 @@ async def supervise(
                     run.start_soon(_cancel_when, stop, run.cancel_scope)
                     run.start_soon(_cancel_when, deployment.failed, run.cancel_scope)
                     await _bring_up(deployment, parts, ready, known)
-                clean = await deployment.end(drain_seconds=parts.scheduler.drain_seconds)
+                clean = await deployment.end(
+                    drain_seconds=parts.scheduler.drain_seconds,
+                    hurry=anyio.Event() if hurry is None else hurry,
+                )
             finally:
                 with anyio.CancelScope(shield=True):
                     await deployment.bury()
