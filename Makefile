@@ -21,7 +21,7 @@ INSTALL_STAMP := $(VENV)/.stamp-install
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 NODE := .cache/node
 NODE_STAMP := $(NODE)/.stamp-install
-SOURCES := lifecycle kernels engine transport tools tests property_tests conftest.py
+SOURCES := lifecycle kernels engine transport tools tests property_tests examples conftest.py
 
 say = @printf '\n==> %s\n'
 
@@ -111,6 +111,17 @@ check: ## Lint, types and the fast tests: about a minute
 	@$(MAKE) lint
 	@$(MAKE) types
 	@$(MAKE) fast-tests
+
+
+.PHONY: incident
+incident: $(INSTALL_STAMP) ## Simulate the published incident as a log, and ask the log who was exposed
+	$(say) "The incident as a log"
+	@$(BIN)/python -m examples.incident
+
+.PHONY: incident-seeds
+incident-seeds: $(INSTALL_STAMP) ## The same over two hundred other seeds, compared with the simulated memory: minutes
+	$(say) "The incident over other seeds"
+	@$(BIN)/python -m pytest -q -m slow tests/test_incident.py
 
 
 # --- Single steps -----------------------------------------------------------------------------

@@ -138,7 +138,8 @@ def _pairs(certain: Sequence[Response]) -> tuple[Pair, ...]:
             for read in response.reads
         }
         counted.update((response.tenant, side) for side in sides)
-    return tuple(Pair(reader, writer, n) for (reader, writer), n in sorted(counted.items()))
+    most_first = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Pair(reader, writer, n) for (reader, writer), n in most_first)
 
 
 # --- Thresholds -------------------------------------------------------------------------------

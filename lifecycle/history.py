@@ -41,6 +41,8 @@ def cross_by_event(guards: Iterable[CrossGuard]) -> dict[type[Event], tuple[Cros
 
 
 ALL_CROSS = cross_by_event(CROSS_GUARDS)
+ENDING = (Finished, Aborted, Requeued)
+SETTLING = (Released, Quarantined)
 
 
 class History:
@@ -146,7 +148,7 @@ class History:
                 for party in leg.parties():
                     if party in self.ledger:
                         self.ledger[party] = self.ledger[party].book(request, leg.pages_booked)
-        elif isinstance(event, Finished | Aborted | Requeued):
+        elif isinstance(event, ENDING):
             for party, account in tuple(self.ledger.items()):
                 if any(name == request for name, _ in account.booked):
                     self.ledger[party] = account.unbook(request)
@@ -155,7 +157,7 @@ class History:
             if owner in self.ledger:
                 account = self.ledger[owner]
                 self.ledger[owner] = account.hold(request, event.pages, event.grant.serial)
-        elif isinstance(event, Released | Quarantined):
+        elif isinstance(event, SETTLING):
             grant = before.grant(event.grant)
             owner = event.grant.owner
             if grant is not None and owner in self.ledger:

@@ -64,7 +64,7 @@ for verb in (
     commands_drain.drain,
     commands_use.status,
     commands_use.health,
-    commands_log.replay,
+    commands_forensics.replay,
     commands_metrics.metrics,
     commands_forensics.exposures,
     commands_fuzz.fuzz,

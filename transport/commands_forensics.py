@@ -1,4 +1,4 @@
-"""The verbs of an inquiry into a captured log: `exposures` and those beside it.
+"""The verbs of an inquiry into a captured log: `replay`, `exposures` and those beside them.
 
 Owns: where the log comes from, and the exit code of what was found.
 Must not know: how anything is found or worded.
@@ -10,21 +10,30 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
+
+from lifecycle.ids import RequestId
+from transport.commands_log import UnknownRequest
 from transport.commands_shared import (
     EXIT_FAILED,
     EXIT_OK,
     EXIT_UNREADABLE,
     Json,
     Switch,
+    UsageError,
     is_standard,
     say,
     say_json,
 )
 
 if TYPE_CHECKING:
+    from lifecycle.replay import Finding, Replayer
     from transport.forensics_read import Capture
+
+From = Annotated[int | None, Parameter(name="--from")]
+"""The first position that is looked at."""
 
 
 @contextmanager
@@ -79,3 +88,109 @@ def exposures(log: Path, /, *, reads: Switch = False, json: Json = False) -> int
     if found.affected.most:
         return EXIT_FAILED
     return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+def replay(
+    file: Path,
+    /,
+    *,
+    request: str | None = None,
+    at: int | None = None,
+    first: From = None,
+    to: int | None = None,
+    json: Json = False,
+) -> int:
+    """Replay a log or a trace against every rule; exits 0 clean, 1 violations, 5 incomplete.
+
+    Parameters
+    ----------
+    file
+        JSON Lines, a segment file, a folder of segment files, or a trace of a search;
+        "-" reads JSON Lines from standard input.
+    request
+        Show only what this request did wrong, and its state at the end.
+    at
+        Stop behind this position and show the world as it was then.
+    first
+        Show only violations from this position on; everything before is replayed all the same.
+    to
+        Show only violations up to this position.
+    json
+        Print one JSON document.
+    """
+    from transport.fuzz_files import is_trace
+
+    narrowed = not (request is None and at is None and first is None and to is None)
+    if not is_standard(file) and is_trace(file):
+        from transport.fuzz_replay import replay_trace
+
+        if narrowed:
+            raise UsageError("--request, --at, --from and --to look at logs; this is a trace")
+        return replay_trace(file, json=json)
+    for name, position in (("--at", at), ("--from", first), ("--to", to)):
+        if position is not None and position < 1:
+            raise UsageError(f"{name} {position}: positions begin at 1")
+    from lifecycle.replay import Replayer
+    from transport import replay_text
+
+    with opened(file) as capture:
+        replayer = Replayer(foreign=capture.foreign)
+        _replayed(capture, replayer, at)
+        if at is not None:
+            if json:
+                say_json(replay_text.world_object(replayer.history, replayer.position))
+            else:
+                for line in replay_text.world_lines(replayer.history, replayer.position):
+                    say(line)
+            return EXIT_OK
+        report = replayer.report(whole=capture.whole)
+        if request is not None:
+            _known(request, replayer)
+        shown = [one for one in report.findings if _wanted(one, request, first, to)]
+        if json:
+            document = replay_text.replay_object(capture, report, shown)
+            if request is not None:
+                state = replayer.history.requests.get(RequestId(request))
+                document["state"] = None if state is None else replay_text.state_object(state)
+            say_json(document)
+        else:
+            for line in replay_text.replay_lines(capture, report, shown):
+                say(line)
+            state = replayer.history.requests.get(RequestId(request)) if request else None
+            if state is not None:
+                say(f"{request}: {replay_text.state_line(state)}")
+                for grant in state.grants:
+                    say(f"  {replay_text.grant_line(grant)}")
+    if not capture.whole:
+        return EXIT_UNREADABLE
+    return EXIT_FAILED if shown else EXIT_OK
+
+
+def _replayed(capture: Capture, replayer: Replayer, at: int | None) -> None:
+    gaps = 0
+    for position, entry in capture:
+        if at is not None and position > at:
+            return
+        if len(capture.missing) + len(capture.unknown) > gaps:
+            # What is missing made others' entries illegal: take them in as they stand.
+            gaps = len(capture.missing) + len(capture.unknown)
+            replayer.forcing = True
+        replayer.take(position, entry)
+
+
+def _wanted(finding: Finding, request: str | None, first: int | None, to: int | None) -> bool:
+    return (
+        (request is None or finding.violation.request == request)
+        and (first is None or finding.position >= first)
+        and (to is None or finding.position <= to)
+    )
+
+
+def _known(request: str, replayer: Replayer) -> None:
+    """Raises `UnknownRequest` with ids that look like it."""
+    known = replayer.history.requests
+    if request in known or RequestId(request) in replayer.findings:
+        return
+    from difflib import get_close_matches
+
+    raise UnknownRequest(request, get_close_matches(request, list(known), n=3))

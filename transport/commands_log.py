@@ -1,13 +1,13 @@
-"""The verbs that look at logs: `log ls`, `log show`, `log tail`, `log export`, `replay`.
+"""The verbs that look at logs: `log ls`, `log show`, `log tail`, `log export`.
 
-Owns: where a log comes from (a scheduler or files), and the exit code of a verdict.
+Owns: where a log comes from (a scheduler or files).
 Must not know: how entries are judged or worded.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -18,9 +18,7 @@ from cyclopts import App, Parameter
 from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
-    EXIT_FAILED,
     EXIT_OK,
-    EXIT_UNREADABLE,
     Door,
     Json,
     SchedulerAddress,
@@ -46,11 +44,13 @@ PhaseName = Literal["new", "rejected", "admitted", "decoding", "requeued", "ende
 
 
 class UnknownRequest(Exception):
-    """No entry has this request's id."""
+    """No entry has this request's id; `near` are ids that look like it."""
 
-    def __init__(self, request: str) -> None:
-        super().__init__(f"the log holds no entry of request {request}")
+    def __init__(self, request: str, near: Sequence[str] = ()) -> None:
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        super().__init__(f"the log holds no entry of request {request}{hint}")
         self.request = request
+        self.near = tuple(near)
 
 
 @log_app.command(name="ls")
@@ -250,36 +250,3 @@ def _whole(
     for one in file.unknown:
         note(f"left out, for its event is unknown: position {one.position}: {one.reason}")
     return file.entries, file.complete and not file.unknown
-
-
-def replay(file: Path, /, *, json: Json = False) -> int:
-    """Replay a log or a trace against every rule; exits 0 clean, 1 violations, 5 unreadable.
-
-    Parameters
-    ----------
-    file
-        JSON Lines, a segment file, a folder of segment files, or a trace of a search;
-        "-" reads JSON Lines from standard input.
-    json
-        Print one JSON document.
-    """
-    from transport.fuzz_files import is_trace
-
-    if not is_standard(file) and is_trace(file):
-        from transport.fuzz_replay import replay_trace
-
-        return replay_trace(file, json=json)
-    from lifecycle.replay import replay as replay_entries
-    from transport import render
-    from transport.jsonlines import read_jsonlines, read_log
-
-    log = read_jsonlines(sys.stdin.buffer) if is_standard(file) else read_log(file)
-    report = replay_entries((one.position, one.entry) for one in log.entries)
-    if json:
-        say_json(render.replay_object(log, report))
-    else:
-        for line in render.replay_lines(log, report):
-            say(line)
-    if log.unknown or not log.complete:
-        return EXIT_UNREADABLE
-    return EXIT_OK if report.clean else EXIT_FAILED

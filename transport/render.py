@@ -1,6 +1,6 @@
-"""Log, status and replay for human eyes.
+"""Log, status and findings for human eyes.
 
-Owns: one plain sentence for each event, tables, and the text of a replay.
+Owns: one plain sentence for each event, tables, and the text of a finding.
 Must not know: where entries come from, or which exit code follows.
 """
 
@@ -39,9 +39,8 @@ from lifecycle.events import (
     Verified,
 )
 from lifecycle.ids import GrantId, PageRange, Party, TokenRange, count_pages
-from lifecycle.replay import Finding, Report
+from lifecycle.replay import Finding
 from lifecycle.rules import RULES
-from transport.jsonlines import LogFile
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -295,29 +294,6 @@ def _causes(rank: admin_pb2.RankStatus) -> str:
     return f" ({', '.join(shown)})" if shown else ""
 
 
-def replay_lines(log: LogFile, report: Report) -> Iterator[str]:
-    """Totals, then every violation; the last line is the verdict."""
-    if log.foreign:
-        yield f"foreign log of {log.source}: it was made by another system and entered unchecked"
-    yield (
-        f"{report.entries} entries of {report.requests} requests; "
-        f"{report.rules} rules, {report.evaluations} guard evaluations"
-    )
-    yield "events: " + (", ".join(f"{name} {count}" for name, count in report.events) or "none")
-    yield "phases: " + (", ".join(f"{name} {count}" for name, count in report.phases) or "none")
-    for finding in report.findings:
-        yield from finding_lines(finding)
-    for one in log.unknown:
-        place = f"line {one.line}" if one.line else f"position {one.position}"
-        yield f"not evaluated: {place}, event {one.name or 'without a name'}: {one.reason}"
-    if log.unknown or not log.complete:
-        yield "incomplete: what is missing may hide a violation, or be the cause of one shown here"
-    elif report.clean:
-        yield "clean"
-    else:
-        yield f"{len(report.findings)} request(s) with a violation"
-
-
 def finding_lines(finding: Finding) -> Iterator[str]:
     """What is wrong, for one violation."""
     violation = finding.violation
@@ -336,37 +312,3 @@ def finding_lines(finding: Finding) -> Iterator[str]:
     yield f"  rule says: {rule.sentence}"
     if rule.reports:
         yield f"  reported in public as: {', '.join(rule.reports)}"
-
-
-def replay_object(log: LogFile, report: Report) -> dict[str, Any]:
-    """The same as one JSON document."""
-    return {
-        "source": log.source,
-        "foreign": log.foreign,
-        "complete": log.complete and not log.unknown,
-        "clean": report.clean and log.complete and not log.unknown,
-        "entries": report.entries,
-        "requests": report.requests,
-        "rules": report.rules,
-        "evaluations": report.evaluations,
-        "events": dict(report.events),
-        "phases": dict(report.phases),
-        "unknown": [
-            {"line": one.line, "position": one.position, "event": one.name, "reason": one.reason}
-            for one in log.unknown
-        ],
-        "violations": [
-            {
-                "position": finding.position,
-                "request": finding.violation.request,
-                "sequence": finding.violation.sequence,
-                "rule": finding.violation.rule,
-                "guard": finding.violation.guard,
-                "event": type(finding.entry.event).__name__ if finding.entry else None,
-                "sentence": finding.violation.message,
-                "claim": RULES[finding.violation.rule].sentence,
-                "reports": list(RULES[finding.violation.rule].reports),
-            }
-            for finding in report.findings
-        ],
-    }
