@@ -10,16 +10,18 @@ beyond the prompt, and the page of the last prompt token when that token begins 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 import torch
 from torch import Tensor
 
+from engine.decode_step import DecodeSteps, make_steps
 from engine.detokenizer import Detokenizer, StopMatcher
 from engine.digests import Keyed
 from engine.effects import DecodeSlice, Step, VerifyPages
 from engine.model import Model
-from engine.paged import PagedBatch, SequenceSlice
+from engine.paged import SequenceSlice
 from engine.pool import KVPool
 from engine.runner import Life, NewToken, StepResult, isolation_failure, page_runs
 from engine.sampler import Draw, NonFiniteLogits, SamplingParams, sample
@@ -85,6 +87,11 @@ class DecodeRunner:
         self._digest = digest
         self._answers: dict[Life, _Answer] = {}
 
+    @cached_property
+    def compute(self) -> DecodeSteps:
+        """How steps are computed: chosen at first use, since compiled code takes time to load."""
+        return make_steps(self.model, self.pool, threads=torch.get_num_threads())
+
     # --- what arrived -------------------------------------------------------------------------
 
     def verify(self, effect: VerifyPages, grants: tuple[GrantId, ...]) -> Verified | Failed:
@@ -128,16 +135,9 @@ class DecodeRunner:
         answers = [self._answer(part, orders[part.request]) for part in parts]
         for part in parts:
             self._open(part)
-        batch = PagedBatch(
-            self.pool,
-            [SequenceSlice(page_runs(p.pages), tuple(p.tags), p.position, 1) for p in parts],
-        )
+        sequences = [SequenceSlice(page_runs(p.pages), tuple(p.tags), p.position, 1) for p in parts]
         inputs = [_input(part, answer) for part, answer in zip(parts, answers, strict=True)]
-        places = [part.position for part in parts]
-        batch.begin_step()
-        hidden = self.model.forward(torch.tensor(inputs), torch.tensor(places), batch)
-        logits = self.model.logits(hidden)
-        mismatches = batch.end_step()
+        logits, mismatches = attrs.astuple(self.compute.run(inputs, sequences), recurse=False)
         self.steps += 1
         failed = {
             parts[n].request: self._isolated(parts[n], mismatch)

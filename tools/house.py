@@ -47,7 +47,8 @@ PURE_STDLIB = frozenset(
 )
 LIFECYCLE_LIBRARIES = frozenset({"attr", "attrs"})
 # Kernels keep dataclasses, which torch and Triton understand, where the lifecycle has attrs.
-KERNELS_LIBRARIES = frozenset({"torch", "triton", "dataclasses", "contextlib"})
+# Numba, and the instruction builder beneath it, compile the decode step on CPUs.
+KERNELS_LIBRARIES = frozenset({"torch", "triton", "numba", "llvmlite", "dataclasses", "contextlib"})
 
 FORBIDDEN_CALLS = frozenset(
     {"__import__", "breakpoint", "compile", "eval", "exec", "input", "open", "print"}

@@ -1,0 +1,235 @@
+"""Vector code for CPUs: the few inner loops of a decode step, written out as LLVM instructions.
+
+Owns: the order of every floating-point operation of a dot product, a weighted sum, an exponential.
+Must not know: layers, pages, requests; addresses and strides come as numbers, in bytes.
+
+The order is fixed here and not left to a compiler: one row's result has the same bits whether
+it is computed alone or beside others, because every tile, however many rows it has, adds the
+same numbers in the same order into lanes of its own and folds the lanes by the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from llvmlite import binding, ir
+from numba import types
+
+from kernels.cpu_compile import intrinsic
+
+Builder = Any
+Value = Any
+Tile = Any
+"""A function of addresses, strides and counts, for compiled code to call."""
+
+FLOAT, INT8, INT32, INT64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+
+def _lanes() -> int:
+    """How many float32 a vector register of this machine holds, 8 at least."""
+    return 16 if binding.get_host_cpu_features().get("avx512f", False) else 8
+
+
+LANES = _lanes()
+"""Float32 values computed at a time; lengths must be multiples of it."""
+
+COLUMNS = 4 if LANES == 16 else 2
+"""Weight rows in a tile of a matrix product, as many as the registers of the machine carry."""
+
+VECTOR = ir.VectorType(FLOAT, LANES)
+
+
+def pointer(builder: Builder, address: Value, kind: Any) -> Value:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def load(builder: Builder, address: Value) -> Value:
+    return builder.load(pointer(builder, address, VECTOR), align=4)
+
+
+def load_bytes(builder: Builder, address: Value) -> Value:
+    """LANES signed bytes as float32."""
+    narrow = builder.load(pointer(builder, address, ir.VectorType(INT8, LANES)), align=1)
+    wide = builder.sext(narrow, ir.VectorType(INT32, LANES))
+    return builder.sitofp(wide, VECTOR)
+
+
+def store(builder: Builder, value: Value, address: Value) -> None:
+    builder.store(value, pointer(builder, address, VECTOR), align=4)
+
+
+def splat(builder: Builder, value: Value) -> Value:
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(INT32, 0))
+    zeros = ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(VECTOR, ir.Undefined), zeros)
+
+
+def call(builder: Builder, name: str, kind: Any, arguments: Sequence[Value]) -> Value:
+    """An LLVM intrinsic over one type."""
+    suffix = "f32" if kind is FLOAT else f"v{LANES}f32"
+    function_type = ir.FunctionType(kind, [kind] * len(arguments))
+    full = f"llvm.{name}.{suffix}"
+    known = builder.module.globals.get(full)
+    return builder.call(known or ir.Function(builder.module, function_type, full), arguments)
+
+
+def fma(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    return call(builder, "fma", VECTOR, (a, b, c))
+
+
+def fold(builder: Builder, value: Value, join: Callable[[Value, Value], Value]) -> Value:
+    """All lanes as one: the upper half is joined to the lower one until one lane is left."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        kind = ir.VectorType(INT32, width)
+        nothing = ir.Constant(value.type, ir.Undefined)
+        low = builder.shuffle_vector(value, nothing, ir.Constant(kind, list(range(width))))
+        high = builder.shuffle_vector(
+            value, nothing, ir.Constant(kind, list(range(width, 2 * width)))
+        )
+        value = join(low, high)
+    return builder.extract_element(value, ir.Constant(INT32, 0))
+
+
+def loop(
+    builder: Builder,
+    count: Value,
+    start: Sequence[Value],
+    body: Callable[[Value, Sequence[Value]], Sequence[Value]],
+) -> list[Value]:
+    """`values = body(i, values)` for i from 0 to count - 1; the last values."""
+    before = builder.block
+    head = builder.append_basic_block("head")
+    inside = builder.append_basic_block("body")
+    after = builder.append_basic_block("after")
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(INT64)
+    index.add_incoming(ir.Constant(INT64, 0), before)
+    carried = []
+    for value in start:
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, before)
+        carried.append(phi)
+    builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
+    builder.position_at_end(inside)
+    results = body(index, carried)
+    index.add_incoming(builder.add(index, ir.Constant(INT64, 1)), builder.block)
+    for phi, result in zip(carried, results, strict=True):
+        phi.add_incoming(result, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return list(carried)
+
+
+def prefetch(builder: Builder, address: Value) -> None:
+    byte = INT8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+    known = builder.module.globals.get("llvm.prefetch.p0")
+    function = known or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+    flags = [ir.Constant(INT32, number) for number in (0, 3, 1)]
+    builder.call(function, [builder.inttoptr(address, byte), *flags])
+
+
+def times(builder: Builder, value: Value, factor: int) -> Value:
+    return builder.mul(value, ir.Constant(INT64, factor))
+
+
+def addresses(builder: Builder, first: Value, stride: Value, count: int) -> list[Value]:
+    return [builder.add(first, times(builder, stride, number)) for number in range(count)]
+
+
+def dot_tile(rows: int, columns: int) -> Tile:
+    """A tile of dot products of float32.
+
+    The tile takes (w, w_stride, x, x_stride, length, ahead): `columns` weight rows from address
+    `w` on, `rows` activation rows from address `x` on, all of `length` elements.
+    It returns rows * columns sums, `sum[row * columns + column]`, and asks the memory for the
+    bytes that stand `ahead` bytes behind those that it reads.
+    """
+
+    @intrinsic
+    def tile(
+        _context: Any, w: Any, w_stride: Any, x: Any, x_stride: Any, length: Any, ahead: Any
+    ) -> Any:
+        def generate(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+            w, w_stride, x, x_stride, length, ahead = args
+            weights = addresses(builder, w, w_stride, columns)
+            inputs = addresses(builder, x, x_stride, rows)
+            steps = builder.sdiv(length, ir.Constant(INT64, LANES))
+
+            def body(index: Value, sums: Sequence[Value]) -> list[Value]:
+                offset = times(builder, index, 4 * LANES)
+                places = [builder.add(base, offset) for base in weights]
+                for place in places:
+                    prefetch(builder, builder.add(place, ahead))
+                loaded = [load(builder, place) for place in places]
+                results = []
+                for row, base in enumerate(inputs):
+                    value = load(builder, builder.add(base, offset))
+                    for column, weight in enumerate(loaded):
+                        total = sums[row * columns + column]
+                        results.append(fma(builder, value, weight, total))
+                return results
+
+            zero = ir.Constant(VECTOR, [0.0] * LANES)
+            sums = loop(builder, steps, [zero] * (rows * columns), body)
+            return _tuple(builder, [fold(builder, total, builder.fadd) for total in sums])
+
+        # Its constructor has no types of its own.
+        result = cast("Any", types.UniTuple)(types.float32, rows * columns)
+        return result(w, w_stride, x, x_stride, length, ahead), generate
+
+    return tile
+
+
+def _tuple(builder: Builder, values: Sequence[Value]) -> Value:
+    """Values of one type as the array that a homogeneous tuple is."""
+    packed = ir.Constant(ir.ArrayType(FLOAT, len(values)), ir.Undefined)
+    for number, value in enumerate(values):
+        packed = builder.insert_value(packed, value, number)
+    return packed
+
+
+def weigh_tile(rows: int, vectors: int) -> Tile:
+    """Weighted sums of value rows, added to what stands at their destination.
+
+    The tile takes (p, p_stride, v, v_stride, count, out, out_stride): for each of `rows` rows of
+    weights (float32, `count` of them), `vectors` * LANES elements of
+    `out[row] += sum over t of p[row][t] * v[t]`, t ascending.
+    """
+
+    @intrinsic
+    def tile(
+        _context: Any, p: Any, p_stride: Any, v: Any, v_stride: Any, count: Any, out: Any, step: Any
+    ) -> Any:
+        def generate(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+            p, p_stride, v, v_stride, count, out, out_stride = args
+            weights = addresses(builder, p, p_stride, rows)
+            bases = addresses(builder, out, out_stride, rows)
+            wide = ir.Constant(INT64, 4 * LANES)
+            places = [place for base in bases for place in addresses(builder, base, wide, vectors)]
+
+            def body(index: Value, sums: Sequence[Value]) -> list[Value]:
+                base = builder.add(v, builder.mul(index, v_stride))
+                loaded = [load(builder, a) for a in addresses(builder, base, wide, vectors)]
+                offset = times(builder, index, 4)
+                results = []
+                for row, weight in enumerate(weights):
+                    scalar = builder.load(pointer(builder, builder.add(weight, offset), FLOAT))
+                    factor = splat(builder, scalar)
+                    for number, value in enumerate(loaded):
+                        total = sums[row * vectors + number]
+                        results.append(fma(builder, factor, value, total))
+                return results
+
+            sums = loop(builder, count, [load(builder, place) for place in places], body)
+            for total, place in zip(sums, places, strict=True):
+                store(builder, total, place)
+            return ir.Constant(INT64, 0)
+
+        return types.int64(p, p_stride, v, v_stride, count, out, step), generate
+
+    return tile
