@@ -1,6 +1,6 @@
 """Exhaustion: every state of a small world, breadth first.
 
-Owns: the frontier, the keys seen, and the shortest trace to a finding.
+Owns: the frontier, the keys seen, the shortest trace to a finding, and how short a trace can be.
 Must not know: what an action means.
 
 What is merged is said by `world_key` (numbers that only grow, names of pages, grants and requests)
@@ -19,10 +19,15 @@ from collections.abc import Callable
 
 import attrs
 
+from engine.trace import Trace, advance
 from engine.world import World
 from engine.world_values import Action, Found, Scenario
 
 STATES_MAX = 1_000_000
+NEAREST_STEPS_MAX = 60_000
+"""How long a shorter trace is looked for: some ten seconds of one core."""
+CALM_STEPS = 100
+"""What coming to rest is counted as."""
 
 
 @attrs.define
@@ -115,3 +120,63 @@ def _path(parents: list[tuple[int, Action | None]], number: int) -> tuple[Action
         if action is not None:
             actions.append(action)
     return tuple(reversed(actions))
+
+
+# --- how short a trace can be -----------------------------------------------------------------
+
+
+def nearest(trace: Trace, *, steps_max: int = NEAREST_STEPS_MAX) -> tuple[Action, ...] | None:
+    """The fewest actions that show the same oracle and rule in the trace's own small world.
+
+    The world is the trace's: its requests, its faults, and what happens by itself.
+    None where so many steps do not tell, or where the world is not ours and cannot be copied.
+    """
+    first = trace.worlds(trace.scenario)
+    if not isinstance(first, World):
+        return None
+    if _rests_wrong(first, trace):
+        return ()
+    seen = {hash(first.key())}
+    frontier: list[tuple[World, tuple[Action, ...]]] = [(first, ())]
+    left = steps_max
+    for _ in range(1, len(trace.actions)):
+        following = []
+        for world, path in frontier:
+            for action in world.enabled():
+                child, way = world.copy(), (*path, action)
+                try:
+                    left -= 2 + advance(child, action, trace.eager)
+                except Found as found:
+                    if not trace.calm and _same(found, child, trace):
+                        return way
+                    continue
+                key = hash(child.key())
+                if key in seen:
+                    continue
+                seen.add(key)
+                left -= CALM_STEPS if trace.calm else 0
+                if _rests_wrong(child, trace):
+                    return way
+                following.append((child, way))
+            if left < 0:
+                return None
+        frontier = following
+    return trace.actions
+
+
+def _same(found: Found, world: World, trace: Trace) -> bool:
+    if found.name != trace.found.name:
+        return False
+    return (found.rule or world.broken_rule()) == trace.rule
+
+
+def _rests_wrong(world: World, trace: Trace) -> bool:
+    """Whether it is found when this world is left alone."""
+    if not trace.calm:
+        return False
+    alone = world.copy()
+    try:
+        alone.calm()
+    except Found as found:
+        return _same(found, alone, trace)
+    return False

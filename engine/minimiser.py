@@ -7,6 +7,7 @@ Delta debugging (Zeller and Hildebrandt 2002) over names of actions, which mean 
 after others are gone. Whole requests are tried first, with everything that concerns them alone;
 then kinds of actions are left to happen by themselves, where their moment does not matter.
 A copy of the world stands where the kept part ends, so that a try costs only what follows.
+At last, shorter ways are looked for breadth first in the world that is left.
 It is bounded by steps, not by time, so that the same trace always gives the same result.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import attrs
 
+from engine.exhaust import CALM_STEPS, nearest
 from engine.trace import Trace, advance, name_actions
 from engine.trace_names import describe, find_action
 from engine.world import World
@@ -25,9 +27,10 @@ from engine.world_values import FAULTS, Action, Found, Scenario
 
 STEPS_MAX = 20_000
 """Steps of all tries together; a second at the pace of an ordinary core."""
-CALM_STEPS = 100
-"""What coming to rest is counted as."""
-BY_THEMSELVES = ("connect", "answer", "down", "step", "up", "flush", "verify", "done")
+BY_THEMSELVES = (
+    *("connect", "answer", "down", "step", "up", "flush", "verify", "done"),
+    *("step-end", "land", "fenced", "failed"),
+)
 """Actions that may be left to happen by themselves as soon as they can: each uses something up."""
 
 
@@ -63,9 +66,11 @@ class _Search:
             while size:
                 self._sweep(size)
                 size //= 2
-            if len(self.names) == before:
+            if self._undercut():
                 break
-        self._drop_pairs()
+            if len(self.names) == before:
+                self._drop_pairs()
+                break
         self._drop_faults()
 
     def result(self) -> Trace:
@@ -159,16 +164,24 @@ class _Search:
     def _let_happen(self) -> None:
         """Kinds of actions whose moment does not matter happen by themselves."""
         for kind in BY_THEMSELVES:
-            before = self.eager
-            if kind in before or self.left <= 0:
-                continue
-            self.eager = before | {kind}
-            names = [name for name in self.names if name.split(" ")[0] != kind]
-            done = self._try(self._world(), names)
-            if done is None:
-                self.eager = before
-            else:
-                self.names = done
+            whose = sorted({_actor(name) for name in self.names if name.split(" ")[0] == kind})
+            if kind not in self.eager and not self._let(kind) and len(whose) > 1:
+                for actor in whose:
+                    self._let(actor)
+
+    def _let(self, what: str) -> bool:
+        """Let a kind, or one actor's of a kind, happen by itself, if it is found all the same."""
+        before = self.eager
+        if what in before or self.left <= 0:
+            return False
+        self.eager = frozenset({e for e in before if e.split(" ")[0] != what} | {what})
+        names = [name for name in self.names if what not in (name.split(" ")[0], _actor(name))]
+        done = self._try(self._world(), names)
+        if done is None:
+            self.eager = before
+            return False
+        self.names = done
+        return True
 
     def _without(self, number: int) -> list[str]:
         """The actions without those that concern that request alone."""
@@ -186,6 +199,17 @@ class _Search:
         except Found:
             pass
         return kept
+
+    def _undercut(self) -> bool:
+        """In what is left of its world every shorter way can often be tried; whether it was."""
+        small, steps = self.result(), max(0, self.left // 4)
+        self.left -= steps
+        best = nearest(small, steps_max=steps)
+        if best is None:
+            return False
+        names = name_actions(small.scenario, best, eager=small.eager, worlds=small.worlds)
+        self.names = list(names)
+        return True
 
     def _drop_pairs(self) -> None:
         """Two actions that need each other go together."""
@@ -212,6 +236,11 @@ class _Search:
         fewer = attrs.evolve(self.scenario, faults=faults)
         if self._try(self._world(scenario=fewer), self.names) is not None:
             self.scenario = fewer
+
+
+def _actor(name: str) -> str:
+    """The kind of an action and whose it is: `land p0` of `land p0 r2/1 t4`."""
+    return " ".join(name.split(" ")[:2])
 
 
 def _renumbered(name: str, gone: int) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 
 import attrs
 
-from engine.trace_names import describe, find_action, name_action
+from engine.trace_names import describe, find_action, label, name_action
 from engine.world import World
 from engine.world_values import Action, Asked, Found, Scenario
+from lifecycle.ids import Party
 
 FORMAT = "custody.trace"
 VERSION = 1
@@ -67,7 +68,8 @@ class TraceFile:
     `finding` and `rule` are what is expected; both are empty where nothing may be found.
     `mutant` names the changed code with which it was made; empty is the product's own.
     `adapter` names the code (`module:factory`) that drives somebody else's engine.
-    `eager` names kinds of actions that happen by themselves, as soon as they can, after each.
+    `eager` names kinds of actions that happen by themselves, as soon as they can, after each;
+    `down p1` is those of one rank.
     """
 
     scenario: Scenario
@@ -105,6 +107,14 @@ class Replayed:
 # --- replaying --------------------------------------------------------------------------------
 
 
+def is_eager(action: Action, eager: frozenset[str]) -> bool:
+    """Whether the action happens by itself: its kind does (`down`), or this actor's (`down p1`)."""
+    kind, *whom = action
+    if kind in eager:
+        return True
+    return bool(whom) and isinstance(whom[0], Party) and f"{kind} {label(whom[0])}" in eager
+
+
 def advance(world: Any, action: Action, eager: frozenset[str]) -> int:
     """One step, then what happens by itself; returns how many. Raises Found.
 
@@ -112,7 +122,7 @@ def advance(world: Any, action: Action, eager: frozenset[str]) -> int:
     """
     world.step(action)
     for count in range(1, EAGER_STEPS_MAX):
-        due = next((a for a in world.enabled() if a[0] in eager), None) if eager else None
+        due = next((a for a in world.enabled() if is_eager(a, eager)), None) if eager else None
         if due is None:
             return count
         world.step(due)

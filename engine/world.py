@@ -33,6 +33,9 @@ from lifecycle.events import (
 from lifecycle.ids import EngineId, Party, RequestId
 from lifecycle.state import LIVE
 
+EAGER_STEPS_MAX = 1_000
+"""What may happen by itself after one action; broken code can keep itself busy for ever."""
+
 
 class World(Options):
     """The real cores, and everything around them that may go wrong."""
@@ -42,11 +45,17 @@ class World(Options):
     def step(self, action: Action) -> None:
         """Do one thing, then whatever happens by itself. Raises Found."""
         self._step(action)
-        while self.scenario.eager:
+        if self.scenario.eager:
+            self._let_happen()
+
+    def _let_happen(self) -> None:
+        for _ in range(EAGER_STEPS_MAX):
             due = next((a for a in self.enabled() if a[0] in self.scenario.eager), None)
             if due is None:
                 return
             self._step(due)
+        self.hint = EYES["never-quiet"]
+        raise Found("never-quiet", f"{EAGER_STEPS_MAX} actions by themselves, and no end")
 
     def _step(self, action: Action) -> None:
         name, *whom = action

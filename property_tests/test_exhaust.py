@@ -16,12 +16,14 @@ import pytest
 
 from engine.allocator import PageAllocator, PageRun
 from engine.decode import DecodeCore
-from engine.exhaust import exhaust
-from engine.scenarios import AT_ONCE, ONE, PAIR, SMALL
+from engine.exhaust import exhaust, nearest
+from engine.explorer import explore, minimise
+from engine.scenarios import AT_ONCE, CROWDED, ONE, PAIR, SMALL
+from engine.trace import Trace, is_eager
 from engine.world import World
-from engine.world_values import Asked
+from engine.world_values import Action, Asked, Found
 from lifecycle.events import Reserved
-from lifecycle.ids import PageRange
+from lifecycle.ids import EngineId, PageRange, Party
 from property_tests.mutants import BY_NAME
 
 PINNED = {
@@ -152,3 +154,49 @@ def test_the_number_of_a_page_does_not_tell_states_apart() -> None:
         other.step(action)
         steps += 1
     assert pages_of(one) != pages_of(other)
+
+
+@pytest.fixture(scope="module")
+def reduced() -> Trace:
+    """A mutant's reduced trace, with as many actions as are needed."""
+    trace = explore(BY_NAME["free-on-failure"].put_into(CROWDED), runs=200).trace
+    assert trace is not None
+    return minimise(trace)
+
+
+def test_how_short_a_trace_can_be_is_known(reduced: Trace) -> None:
+    """No way of fewer actions leads there, and the shortest one is found beside a longer one."""
+    best = nearest(reduced)
+    assert best is not None
+    assert 0 < len(best) <= len(reduced.actions)
+    again = nearest(attrs.evolve(reduced, actions=(*reduced.actions, ("flush",))))
+    assert again is not None
+    assert len(again) == len(best)
+    assert nearest(reduced, steps_max=1) is None
+
+
+def test_one_actor_alone_may_act_by_itself() -> None:
+    """A kind of action happens by itself for all, or for the rank that is named."""
+    one, other = Party(EngineId("p"), 1, 0), Party(EngineId("p"), 1, 1)
+    assert is_eager(("down", one), frozenset({"down"}))
+    assert is_eager(("down", one), frozenset({"down p0"}))
+    assert not is_eager(("down", other), frozenset({"down p0"}))
+    assert not is_eager(("flush",), frozenset({"down p0"}))
+
+
+class AsksForEver(World):
+    """A world in which something can always happen by itself, and changes nothing."""
+
+    def enabled(self) -> tuple[Action, ...]:
+        return (*super().enabled(), ("spin",))
+
+    def _do_spin(self) -> None:
+        return
+
+
+def test_what_happens_by_itself_ends() -> None:
+    """Code that keeps itself busy for ever is found, not waited for."""
+    world = AsksForEver(attrs.evolve(ONE, eager=frozenset({"spin"})))
+    with pytest.raises(Found, match="never-quiet"):
+        world.step(("submit",))
+    assert world.broken_rule() == "bounded"

@@ -45,7 +45,6 @@ class Row:
     green: bool
     reports: tuple[str, ...]
     trials: tuple[Trial, ...]
-    optimum: int | None = None
 
     @property
     def found(self) -> int:
@@ -65,6 +64,29 @@ class Row:
         foretold = [t.finding for t in self.trials if t.finding is not None and t.expected]
         found = foretold or [t.finding for t in self.trials if t.finding is not None]
         return min(found, key=lambda one: (len(one.small.actions), one.seed), default=None)
+
+    @property
+    def optimum(self) -> int | None:
+        """How short the shortest trace could be, where that is known."""
+        return None if self.shortest is None else self.shortest.optimum
+
+    @property
+    def lengths(self) -> list[int]:
+        """Actions of every reduced trace."""
+        return [len(t.finding.small.actions) for t in self.trials if t.finding is not None]
+
+    @property
+    def above(self) -> list[int]:
+        """By how many actions each reduced trace is longer than it could be, where known."""
+        found = [t.finding for t in self.trials if t.finding is not None]
+        return [len(f.small.actions) - f.optimum for f in found if f.optimum is not None]
+
+    @property
+    def minimise_s(self) -> float:
+        """The longest reduction."""
+        return max(
+            (t.finding.minimise_s for t in self.trials if t.finding is not None), default=0.0
+        )
 
     @property
     def rules(self) -> list[str]:
@@ -134,21 +156,21 @@ def hunts(
 
 
 def _row(one: Any, trials: tuple[Trial, ...]) -> Row:
-    optimum = getattr(one, "optimum", None)
-    return Row(one.name, one.green, tuple(one.reports), trials, optimum)
+    return Row(one.name, one.green, tuple(one.reports), trials)
 
 
-HEAD = ("mutant", "found", "rule", "oracle", "runs", "CPU s", "length")
+HEAD = ("mutant", "found", "rule", "oracle", "runs", "CPU s", "length", "optimum", "above")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """One line of the table; pairs are median and 95th percentile."""
+    """One line of the table; pairs are median and 95th percentile.
+
+    The length and its optimum are those of the shortest trace; `above` is the most by which any
+    reduced trace exceeds its own optimum, and in how many trials that is known.
+    """
     runs = [trial.runs for trial in row.trials]
     spent = [trial.cpu_s for trial in row.trials]
     small = row.shortest
-    length = "-" if small is None else str(len(small.small.actions))
-    if small is not None and row.optimum is not None:
-        length += f" (optimum {row.optimum})"
     mark = "" if row.good else "  WRONG"
     return (
         row.name,
@@ -157,7 +179,9 @@ def cells(row: Row) -> tuple[str, ...]:
         ", ".join(row.oracles) or "-",
         f"{quantile(runs, 0.5):.0f} / {quantile(runs, 0.95):.0f}",
         f"{quantile(spent, 0.5):.2f} / {quantile(spent, 0.95):.2f}",
-        length,
+        "-" if small is None else str(len(small.small.actions)),
+        "-" if row.optimum is None else str(row.optimum),
+        f"{max(row.above)} ({len(row.above)})" if row.above else "-",
     )
 
 
@@ -181,7 +205,7 @@ def row_object(row: Row) -> dict[str, Any]:
         "cpu_s_p95": round(quantile(spent, 0.95), 3),
         "length": None if small is None else len(small.small.actions),
         "optimum": row.optimum,
-        "minimise_s_max": round(
-            max((t.finding.minimise_s for t in row.trials if t.finding is not None), default=0.0), 3
-        ),
+        "lengths": sorted(row.lengths),
+        "above_optimum": sorted(row.above),
+        "minimise_s_max": round(row.minimise_s, 3),
     }

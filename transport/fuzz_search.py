@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 
 import attrs
 
+from engine.exhaust import nearest
 from engine.explorer import walk
 from engine.minimiser import minimise
 from engine.scenarios import of_seed
@@ -84,10 +85,11 @@ def _keep(world: World, taken: list[Action], seed: int, adapter: str, worlds: Wo
 
 
 def examine(trace: Trace, where: str, adapter: str = "", mutant: str = "") -> Finding:
-    """Reduce a trace and say what it shows."""
+    """Reduce a trace and say what it shows; of a mutant also how short it could be."""
     start = time.process_time()
     small = minimise(trace)
     spent = time.process_time() - start
+    best = nearest(small) if mutant else None
     file = record(small, mutant=mutant, adapter=adapter)
     again = replay_names(
         small.scenario, file.actions, calm=small.calm, eager=small.eager, worlds=small.worlds
@@ -102,6 +104,7 @@ def examine(trace: Trace, where: str, adapter: str = "", mutant: str = "") -> Fi
         small=file,
         whole=record(trace, mutant=mutant, adapter=adapter),
         minimise_s=spent,
+        optimum=None if best is None else len(best),
     )
 
 

@@ -77,6 +77,8 @@ class Finding:
     small: TraceFile
     whole: TraceFile
     minimise_s: float = 0.0
+    optimum: int | None = None
+    """The fewest actions that could show it, where that was asked for and is known."""
 
 
 @attrs.define
