@@ -1,4 +1,4 @@
-"""Write what documents repeat from the code: the state diagram, the table, the rules, the verbs.
+"""Write what documents repeat from the code: the diagram, the table, the rules, the verbs, metrics.
 
 In a document of people, generated text stands between marker comments; some documents are generated
 whole.  With `--check` nothing is written, and a stale document is an error that says what to do.
@@ -23,6 +23,7 @@ from lifecycle.state import Phase
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "lifecycle.md"
 REFERENCE = ROOT / "docs" / "cli-reference.md"
+METRICS = ROOT / "docs" / "metrics.md"
 COMMAND = "make docs"
 # Guards that are no entry of a list: the table, and what is asked over a whole log.
 ELSEWHERE = (TABLE_PLACE, "bounded/closed", "unbroken-log/total")
@@ -90,9 +91,9 @@ def _row(cells: list[str]) -> str:
 PARTS: Mapping[str, Callable[[], str]] = {"diagram": diagram, "table": table, "rules": rules}
 
 
-def filled(text: str) -> str:
+def filled(text: str, parts: Mapping[str, Callable[[], str]] = PARTS) -> str:
     """The document with every generated part made anew. Raises MarkerError."""
-    for name, make in PARTS.items():
+    for name, make in parts.items():
         before, opened, rest = text.partition(begin(name))
         _, closed, after = rest.partition(end(name))
         if not (opened and closed):
@@ -120,7 +121,18 @@ def reference(_text: str = "") -> str:
     return "\n".join([note, "", *lines]).rstrip("\n") + "\n"
 
 
-DOCUMENTS: Mapping[Path, Callable[[str], str]] = {DOCUMENT: filled, REFERENCE: reference}
+def metrics(text: str) -> str:
+    """The page about metrics, with the tables of the code. Raises MarkerError."""
+    from tools import metric_tables
+
+    return filled(text, metric_tables.PARTS)
+
+
+DOCUMENTS: Mapping[Path, Callable[[str], str]] = {
+    DOCUMENT: filled,
+    REFERENCE: reference,
+    METRICS: metrics,
+}
 """Each document and what makes it anew from its present text."""
 
 

@@ -38,6 +38,17 @@ LOG_VOLATILE = Metric(
     kind=Kind.GAUGE,
     help="Entries that the store has taken and not made durable yet.",
 )
+LOG_ROOM = Metric(
+    name="custody_log_room_bytes",
+    kind=Kind.GAUGE,
+    help="Free bytes where the log lies, if the store knows.",
+    known=(),
+)
+LOG_ROOM_MIN = Metric(
+    name="custody_log_room_min_bytes",
+    kind=Kind.GAUGE,
+    help="Free bytes below which nothing is admitted.",
+)
 CONNECTED = Metric(
     name="custody_rank_connected",
     kind=Kind.GAUGE,
@@ -45,7 +56,10 @@ CONNECTED = Metric(
     labels=("engine", "incarnation", "rank"),
     known=(),
 )
-LIVE_METRICS = (QUEUED, ACCEPTING, LOG_WRITABLE, LOG_WAITING, LOG_VOLATILE, CONNECTED)
+LIVE_METRICS = (
+    *(QUEUED, ACCEPTING, LOG_WRITABLE, LOG_WAITING, LOG_VOLATILE),
+    *(LOG_ROOM, LOG_ROOM_MIN, CONNECTED),
+)
 """Levels of the running process, in the order in which they are shown."""
 
 
@@ -61,6 +75,9 @@ def _live(owner: SchedulerOwner) -> Iterator[Family]:
     yield Family(LOG_WRITABLE, {(): int(journal.failure is None)})
     yield Family(LOG_WAITING, {(): journal.waiting})
     yield Family(LOG_VOLATILE, {(): max(0, journal.appended - journal.durable)})
+    room = journal.room_bytes
+    yield Family(LOG_ROOM, {} if room is None else {(): room})
+    yield Family(LOG_ROOM_MIN, {(): journal.room_bytes_min})
     links = owner.fleet.streams.links
     connected: dict[Labels, Value] = {
         (party.engine, str(party.incarnation), str(party.rank)): int(party in links)
