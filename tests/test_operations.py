@@ -1,0 +1,182 @@
+"""Claims about running a deployment of real processes: hung parts, impatient ends, restarts.
+
+Every log is read from its files at the end, and must be whole and clean.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from engine.store import Stored
+from lifecycle.events import (
+    Aborted,
+    Admitted,
+    Attached,
+    Cause,
+    Drained,
+    Finished,
+    Lost,
+    LostCause,
+    Proof,
+    Resumed,
+)
+from lifecycle.state import Phase
+from tests.process_harness import (
+    READY_SECONDS,
+    STOP_SECONDS,
+    Deployment,
+    collect,
+    ids_request,
+    judged,
+    text_request,
+    tiny_model,
+)
+from transport.child import PROGRAM, Child
+from transport.client import Client, Refused, Unreachable
+from transport.jsonlines import read_log
+from transport.pb.admin_pb2 import ENGINE_STATE_ATTACHED
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+TINY_FLAGS = ("--kv-memory=4MiB", "--page-tokens=16")
+LONG = 300
+FAREWELL = 2000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("operations"))
+
+
+class Serve:
+    """`custody serve` as a process."""
+
+    def __init__(self, folder: Path, model: Path, *flags: str, engines: int = 1) -> None:
+        """So many engines of each role."""
+        self.log = folder / "log"
+        self._parts = 1 + 2 * engines
+        flags = (*flags, f"--prefill={engines}", f"--decode={engines}")
+        words = ["serve", "--json", "--port=0", f"--log={self.log}", "--model", str(model)]
+        self.child = Child("serve", [*words, *TINY_FLAGS, *flags], errors=folder / "errors")
+        self.processes: dict[str, int] = {}
+        self.client: Client
+
+    def __enter__(self) -> Self:
+        try:
+            while len(self.processes) < self._parts:
+                self.next_started()
+            self.client = Client(self.child.wait_event("ready", timeout=READY_SECONDS)["address"])
+        except BaseException:
+            self.child.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.__exit__(None, None, None)
+        self.child.kill()
+
+    def next_started(self) -> str:
+        """The part that is started next."""
+        said = self.child.wait_event("started", timeout=READY_SECONDS)
+        self.processes[said["part"]] = said["process_id"]
+        return str(said["part"])
+
+    def entries(self) -> Sequence[Stored]:
+        """The log's files, judged: whole and clean."""
+        file = read_log(self.log)
+        assert file.complete
+        judged(list(file.entries), "serve")
+        return file.entries
+
+    def wait_for(self, event: type[Any]) -> Any:
+        """Follow the log until such an event was appended."""
+        for one in self.client.tail(follow=True):
+            if isinstance(one.entry.event, event):
+                return one.entry.event
+        raise AssertionError(event)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_hung_engine_is_killed_and_replaced(tmp_path: Path, tiny: Path, role: str) -> None:
+    """Past its lease it is lost, its process is ended, and a new one serves; no page stays away.
+
+    The request that decoded on it goes on elsewhere, and its client sees one answer.
+    """
+    with Serve(tmp_path, tiny, "--lease-seconds=5", engines=2) as serve:
+        alone = collect(serve.client.generate(ids_request(range(3, 40), LONG, ignore_eos=True)))
+        stream = serve.client.generate(ids_request(range(3, 40), LONG, ignore_eos=True))
+        first = [next(stream), next(stream)]
+        engine = str(getattr(first[0].admission, f"{role}_engine"))
+        stopped = serve.processes[engine]
+        os.kill(stopped, signal.SIGSTOP)
+        answer = collect(iter([*first, *stream]))
+        assert answer.tokens == alone.tokens
+        lost = serve.wait_for(Lost)
+        assert (lost.engine, lost.cause) == (engine, LostCause.LEASE)
+        assert serve.next_started() == engine
+        assert not Path(f"/proc/{stopped}").exists()
+        for _ in range(400):
+            status = serve.client.status()
+            if all(
+                e.state == ENGINE_STATE_ATTACHED
+                and all(r.pages.free == r.pages.capacity for r in e.ranks)
+                for e in status.engines
+            ):
+                break
+            signal.sigtimedwait([], 0.05)
+        else:
+            raise AssertionError(status)
+        collect(serve.client.generate(text_request("served again", 4)))
+        serve.child.signal(signal.SIGTERM)
+        assert serve.child.wait(timeout=STOP_SECONDS) == 0, serve.child.said_errors()
+        lives = [
+            one.entry.event.incarnation
+            for one in serve.entries()
+            if isinstance(one.entry.event, Attached) and one.entry.event.engine == engine
+        ]
+        assert len(lives) == 2
+        assert lives[0] < lives[1]
+
+
+def test_a_second_signal_ends_at_once_with_an_event_for_each_request(
+    tmp_path: Path, tiny: Path
+) -> None:
+    """The client is told, the log says so and is whole, and the exit code is not 0."""
+    with Serve(tmp_path, tiny) as serve:
+        stream = serve.client.generate(ids_request(range(3, 40), FAREWELL, ignore_eos=True))
+        next(stream)
+        serve.child.signal(signal.SIGTERM)
+        with pytest.raises(Refused) as refused:
+            while True:
+                collect(serve.client.generate(text_request("too late", 1)))
+        assert refused.value.reason == "DRAINING"
+        serve.child.signal(signal.SIGTERM)
+        with pytest.raises(Refused) as caught:
+            for _ in stream:
+                pass
+        assert caught.value.reason == "SHUTDOWN"
+        assert serve.child.wait(timeout=STOP_SECONDS) == 1, serve.child.said_errors()
+        causes = [e.entry.event.cause for e in serve.entries() if isinstance(e.entry.event, Aborted)]
+        assert causes == [Cause.SHUTDOWN]
+
+
+def test_an_engine_from_outside_does_not_hold_up_the_end(tmp_path: Path, tiny: Path) -> None:
+    """It was not told to leave, so nobody waits for it."""
+    with Serve(tmp_path, tiny) as serve:
+        arguments = ["decode", "outside", "--scheduler", serve.client.address]
+        arguments += ["--model", str(tiny), "--json", *TINY_FLAGS]
+        outside = Child("outside", arguments, errors=tmp_path / "outside.errors")
+        try:
+            outside.wait_event("ready", timeout=READY_SECONDS)
+            serve.child.signal(signal.SIGTERM)
+            # Less than the time that engines which were told to leave may take.
+            assert serve.child.wait(timeout=10) == 0, serve.child.said_errors()
+        finally:
+            outside.kill()
+        serve.entries()
