@@ -115,6 +115,8 @@ ALONE: list[tuple[int, str]] = [
     (2, "fuzz --runs 0"),
     (0, "replay {good}"),
     (0, "exposures {good}"),
+    (0, f"explain {handmade.TWO} --log {{good}}"),
+    (0, "log verify {good}"),
     (0, "log ls --log {good} --phase closed"),
     (0, "log export --log {good}"),
     (0, "metrics {good}"),
@@ -139,12 +141,16 @@ ALONE: list[tuple[int, str]] = [
     (2, "credentials new --role visitor"),
     (5, "replay {good}.none"),
     (5, "exposures {good}.none"),
+    (5, "explain x --log {good}.none"),
+    (5, "log verify {good}.none"),
+    (1, "explain nobody --log {good}"),
     (5, "log export --log {good}.none"),
     (5, "metrics {good}.none"),
 ]
 CALLING = (
     *("generate x", "chat", f"cancel {UNKNOWN}", "drain decode --wait", "status", "health"),
     *("log ls", f"log show {UNKNOWN}", "log tail", "log export", "metrics"),
+    f"explain {UNKNOWN}",
 )
 
 

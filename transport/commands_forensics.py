@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from lifecycle.ids import RequestId
-from transport.commands_log import UnknownRequest
+from transport.commands_log import UnknownRequest, log_app
 from transport.commands_shared import (
+    CALL,
+    DEFAULT_SCHEDULER,
     EXIT_FAILED,
     EXIT_OK,
     EXIT_UNREADABLE,
+    Door,
     Json,
+    SchedulerAddress,
     Switch,
     UsageError,
+    connect,
     is_standard,
     say,
     say_json,
@@ -31,9 +36,11 @@ from transport.commands_shared import (
 if TYPE_CHECKING:
     from lifecycle.replay import Finding, Replayer
     from transport.forensics_read import Capture
+    from transport.settings import CallSettings
 
 From = Annotated[int | None, Parameter(name="--from")]
 """The first position that is looked at."""
+HASH_BYTES = 32
 
 
 @contextmanager
@@ -194,3 +201,89 @@ def _known(request: str, replayer: Replayer) -> None:
     from difflib import get_close_matches
 
     raise UnknownRequest(request, get_close_matches(request, list(known), n=3))
+
+
+def explain(
+    request: str,
+    /,
+    *,
+    log: Path | None = None,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
+    json: Json = False,
+) -> int:
+    """Tell one request's story in plain sentences, and whether its client was told the truth.
+
+    Parameters
+    ----------
+    request
+        The request's id.
+    log
+        Read this log folder or file, also of another system, instead of asking a scheduler.
+    scheduler
+        Address of a running scheduler.
+    json
+        Print one JSON document.
+    """
+    from transport import explain as stories
+
+    with _log_or_scheduler(log, scheduler, door) as capture:
+        try:
+            story = stories.explain(RequestId(request), capture)
+        except stories.NotInLog as error:
+            raise UnknownRequest(request, error.near) from error
+        if json:
+            say_json(stories.explanation_object(story))
+        else:
+            for line in stories.explanation_lines(story):
+                say(line)
+        return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+@contextmanager
+def _log_or_scheduler(log: Path | None, scheduler: str, door: CallSettings) -> Iterator[Capture]:
+    if log is not None:
+        with opened(log) as capture:
+            yield capture
+        return
+    from transport.forensics_read import LiveCapture
+
+    with connect(scheduler, door) as client, closing(client.tail(1)) as entries:
+        yield LiveCapture(entries)
+
+
+@log_app.command
+def verify(log: Path, /, *, head: str | None = None, json: Json = False) -> int:
+    """Check every sum, hash and gap of a log's files; exits 0 intact, 1 not, 5 incomplete.
+
+    Parameters
+    ----------
+    log
+        A folder of segments, or one segment; of JSON Lines only order and gaps can be checked.
+    head
+        The hash with which the chain must end, as an earlier check or a bundle printed it.
+    json
+        Print one JSON document.
+    """
+    from transport import verify_text
+
+    expected = None
+    if head is not None:
+        try:
+            expected = bytes.fromhex(head)
+        except ValueError as error:
+            raise UsageError(f"--head {head!r}: is not hexadecimal") from error
+        if len(expected) != HASH_BYTES:
+            raise UsageError(f"--head: {len(expected)} bytes are no hash of {HASH_BYTES}")
+    with opened(log) as capture:
+        capture.expected_head = expected
+        for _ in capture:
+            pass
+        if json:
+            say_json(verify_text.verify_object(capture))
+        else:
+            for line in verify_text.verify_lines(capture):
+                say(line)
+        if capture.problems:
+            return EXIT_FAILED
+        return EXIT_OK if capture.whole else EXIT_UNREADABLE

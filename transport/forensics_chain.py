@@ -247,60 +247,59 @@ class Survey:
 
         `whole` says that the log begins with the first of these segments.
         """
-        if not self.links:
-            return
-        before = _Link("", 0, 0, 1, CHAIN_START, CHAIN_START)
-        if not whole:
-            first = self.links[0]
-            before = _Link("", 0, first.first - 1, 1, CHAIN_START, first.previous)
-        alien: _Link | None = None
-        reached = before.last
+        places = {link.digest: index for index, link in enumerate(self.links)}
+        parents = [places.get(link.previous) for link in self.links]
+        blamed: set[int] = set()
+        reached = 0 if whole or not self.links else self.links[0].first - 1
         for index, link in enumerate(self.links):
-            after = self.links[index + 1] if index + 1 < len(self.links) else None
-            alien = self._judge(before, link, after, reached, alien)
+            if index == 0:
+                if whole and (link.first != 1 or link.previous != CHAIN_START):
+                    self._begin(link)
+            elif parents[index] != index - 1:
+                self._judge(index, parents, blamed, reached)
+            elif link.first != self.links[index - 1].last + 1:
+                self._gap(link, self.links[index - 1].last)
             reached = max(reached, link.last)
-            before = link
-        if head is not None and head != self.head:
+        if head is not None and head != self.head and self.links:
             reason = f"the chain ends with {self.head.hex()}, expected was {head.hex()}"
             self._at(Wrong.OTHER_HEAD, self.links[-1], reason)
 
-    def _judge(
-        self, before: _Link, link: _Link, after: _Link | None, reached: int, alien: _Link | None
-    ) -> _Link | None:
-        """Say what is wrong between two batches; returns the batch that belongs elsewhere."""
-        if link.previous == before.digest and link.first == before.last + 1:
-            return None
-        parent = self._seen.get(link.previous)
-        if link.first <= reached and parent is not None and before is not alien:
-            self._at(Wrong.OUT_OF_ORDER, link, f"stands behind position {reached}")
-            return None
-        if link.previous == CHAIN_START or parent is not None or before is alien:
-            return self._jumped(link, reached, parent)
-        follows = after is not None and after.previous == link.digest
+    def _begin(self, link: _Link) -> None:
+        if link.first > 1:
+            self._gap(link, 0)
+        else:
+            self._at(Wrong.FOREIGN, link, "is no beginning of a log")
+
+    def _judge(self, index: int, parents: list[int | None], blamed: set[int], reached: int) -> None:
+        """Say why this batch does not continue the one before it."""
+        link, parent = self.links[index], parents[index]
+        if parent is not None:
+            if parent > index:
+                self._at(Wrong.OUT_OF_ORDER, link, "was written after a batch that follows it here")
+            elif not blamed.intersection(range(parent + 1, index)):
+                self._at(Wrong.OUT_OF_ORDER, link, f"stands behind position {reached}")
+            blamed.add(index)
+            return
         if link.first > reached + 1:
             self._gap(link, reached)
-            return None
-        if follows or after is None:
-            if before.segment:
-                reason = f"the batch at position {link.first} knows it by another hash"
-                self._at(Wrong.CHANGED, before, reason)
-            else:
-                self._at(Wrong.FOREIGN, link, "is no beginning of a log")
-            return None
-        reason = "its predecessor is nowhere in this log"
-        self._at(Wrong.FOREIGN, link, reason)
-        return link
-
-    def _jumped(self, link: _Link, reached: int, parent: _Link | None) -> _Link | None:
-        """The batch is genuine and does not stand behind the one that it was written after."""
-        if link.first > reached + 1:
-            if parent is not None and parent.first > reached:
-                self._at(Wrong.OUT_OF_ORDER, link, "was written after a batch that follows it here")
-            else:
-                self._gap(link, reached)
-        elif link.first <= reached and parent is None:
-            self._at(Wrong.OUT_OF_ORDER, link, f"stands behind position {reached}")
-        return None
+            return
+        if index - 1 in blamed:
+            return
+        before, last = self.links[index - 1], index + 1 == len(self.links)
+        alone = not last and parents[index + 1] != index
+        if alone or link.previous == CHAIN_START:
+            blamed.add(index)
+            self._at(Wrong.FOREIGN, link, "its predecessor is nowhere in this log")
+            return
+        if last:
+            reason = f"it, or the batch at position {link.first}, is not what was written"
+            problem = Problem(
+                Wrong.CHANGED, before.segment, before.offset, before.first, link.last, reason
+            )
+            self.problems.append(problem)
+            return
+        reason = f"the batch at position {link.first} knows it by another hash"
+        self._at(Wrong.CHANGED, before, reason)
 
     def _gap(self, link: _Link, reached: int) -> None:
         gone = link.first - reached - 1

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from engine.store import StoreDamaged
+from engine.store import Stored, StoreDamaged
 from lifecycle.events import Entry
 from lifecycle.forensics_values import Missing
 from transport import codec, jsonlines
 from transport.codec_values import MalformedRecord
-from transport.forensics_chain import Survey, Wrong
+from transport.forensics_chain import Problem, Survey, Wrong
 from transport.jsonlines import UnknownRecord, UnreadableLog
 from transport.stores import segment_files
 
@@ -43,6 +43,9 @@ class Capture:
         self.entries_read = 0
         self.missing_ns = 0
         self.claims_whole = True
+        self.problems: list[Problem] = []
+        self.head: bytes | None = None
+        self.expected_head: bytes | None = None
         self._next = 1
         self._last_ns = 0
 
@@ -107,15 +110,15 @@ class SegmentCapture(Capture):
                 except MalformedRecord as error:
                     record = {"request": message.request, "sequence": message.sequence}
                     self._unreadable(UnknownRecord(0, position, "", str(error), record))
-        self.survey.judge_chain(whole=self.begins)
-        for problem in self.survey.problems:
+        self.survey.judge_chain(whole=self.begins, head=self.expected_head)
+        self.head = self.survey.head
+        self.problems = self.survey.problems
+        for problem in self.problems:
             self.notes.append(
                 f"{problem.segment}, byte {problem.offset}: {problem.wrong.value}: {problem.message}"
             )
-            if problem.wrong in (Wrong.TORN, Wrong.ENDS_SEALED) or (
-                problem.wrong is Wrong.DAMAGED and self.claims_whole
-            ):
-                self.claims_whole = False
+        if self.problems:
+            self.claims_whole = False
 
 
 class LinesCapture(Capture):
@@ -134,7 +137,7 @@ class LinesCapture(Capture):
         self._seen: Counter[str] = Counter()
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
-        count = 0
+        count, time_ns = 0, 0
         for line, text in self._lines:
             if not text.strip():
                 continue
@@ -150,12 +153,27 @@ class LinesCapture(Capture):
                 self._unreadable(jsonlines.kept(line, record, reason))
                 continue
             self._seen[one.entry.request] += 1
+            self._order(line, one, time_ns)
+            time_ns = one.entry.time_ns
             yield one.position, one.entry
         if self._declared is not None and count < self._declared:
             self.missing.append(Missing(count + 1, self._declared, "the header counts them"))
         elif self._declared is not None and count > self._declared:
             self.claims_whole = False
             self.notes.append(f"{count} entries follow a header that counts {self._declared}")
+
+    def _order(self, line: int, one: Stored, time_ns: int) -> None:
+        """Lines have no chain; their positions and times are all there is to compare."""
+        found = None
+        if not self.foreign and one.position < self._next:
+            found = Wrong.OUT_OF_ORDER, f"stands behind position {self._next - 1}"
+        elif one.entry.time_ns < time_ns:
+            found = Wrong.CLOCK, f"is {time_ns - one.entry.time_ns} ns before the line before it"
+        if found is not None:
+            wrong, reason = found
+            place = f"line {line}"
+            self.problems.append(Problem(wrong, place, 0, one.position, one.position, reason))
+            self.notes.append(f"{place}: {wrong.value}: position {one.position} {reason}")
 
 
 def _first_position(path: Path) -> int:
@@ -193,3 +211,16 @@ def _begins(path: Path) -> bool:
     except StoreDamaged:
         # Its own header is damaged; its name is what is left.
         return _first_position(path) == 1
+
+
+class LiveCapture(Capture):
+    """The log of a running scheduler, as far as it has come."""
+
+    def __init__(self, entries: Iterable[Stored]) -> None:
+        """What a client reads from the first position on."""
+        super().__init__(foreign=False, source=jsonlines.SOURCE)
+        self._entries = entries
+
+    def _read(self) -> Iterator[tuple[int, Entry]]:
+        for one in self._entries:
+            yield one.position, one.entry

@@ -248,7 +248,7 @@ def exposures_object(capture: Capture, found: Exposures) -> dict[str, Any]:
             }
             for one in found.symptoms
         ],
-        "responses": [_response_object(one) for one in found.responses],
+        "responses": [response_object(one) for one in found.responses],
         "not_covered": {
             "positions": found.missing_positions,
             "position_share": positions,
@@ -267,7 +267,8 @@ def exposures_object(capture: Capture, found: Exposures) -> dict[str, Any]:
     }
 
 
-def _response_object(response: Response) -> dict[str, Any]:
+def response_object(response: Response) -> dict[str, Any]:
+    """One response with all its reads."""
     return {
         "request": response.request,
         "tenant": response.tenant,

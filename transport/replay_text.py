@@ -42,7 +42,7 @@ def replay_lines(capture: Capture, report: Report, shown: Sequence[Finding]) -> 
         yield "broken first: " + ", ".join(f"{rule} {n}" for rule, n in report.by_rule)
     if report.uncompared:
         yield f"requests that read without comparing any page: {report.uncompared}"
-    yield from _missing(capture)
+    yield from missing_lines(capture)
     if not capture.whole:
         yield "incomplete: what is missing may hide a violation, or be the cause of one shown here"
     elif report.clean:
@@ -51,7 +51,8 @@ def replay_lines(capture: Capture, report: Report, shown: Sequence[Finding]) -> 
         yield f"{len(report.findings)} request(s) with a violation"
 
 
-def _missing(capture: Capture) -> Iterator[str]:
+def missing_lines(capture: Capture) -> Iterator[str]:
+    """What is not there, or could not be read."""
     for gap in capture.missing[:LINES_SHOWN]:
         last = "an unknown end" if gap.last is None else str(gap.last)
         yield f"missing: positions {gap.first} to {last}: {gap.reason}"
