@@ -21,7 +21,7 @@ from engine.trace import Trace, Worlds
 from engine.world import World
 from engine.world_values import FAULTS, Action, Found, Scenario
 
-__all__ = ["Outcome", "Trace", "explore", "minimise", "walk"]
+__all__ = ["Manner", "Outcome", "Trace", "explore", "minimise", "walk"]
 
 FAULT_KINDS = frozenset(FAULTS)
 FOREIGN_FAULT = "fault:"
@@ -42,6 +42,26 @@ class Outcome:
     trace: Trace | None = None
 
 
+class Manner:
+    """How one run is walked, all drawn from its seed: faults left out, their weight, paces."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        """`chance` goes on where this has stopped to draw."""
+        self.chance = random.Random(seed)
+        faults = dict(scenario.faults)
+        if seed % 2:
+            for kind in FAULTS:
+                if kind in faults and self.chance.random() < 0.5:
+                    faults[kind] = 0
+        self.scenario = attrs.evolve(scenario, faults=faults)
+        self.weight = self.chance.choice((0.3, 0.1, 0.03, 0.01))
+        self.paces: dict[tuple[object, ...], float] | None = {} if seed % 4 > 1 else None
+
+    def draw(self, chance: random.Random, possible: tuple[Action, ...]) -> Action:
+        """What happens next."""
+        return _draw(chance, possible, self.weight, self.paces)
+
+
 def walk(
     scenario: Scenario,
     seed: int,
@@ -54,24 +74,17 @@ def walk(
 
     `taken` is filled with the actions of the run, whether or not it finds anything.
     """
-    chance = random.Random(seed)
-    faults = dict(scenario.faults)
-    if seed % 2:
-        for kind in FAULTS:
-            if kind in faults and chance.random() < 0.5:
-                faults[kind] = 0
-    drawn = attrs.evolve(scenario, faults=faults)
+    manner = Manner(scenario, seed)
+    drawn, chance = manner.scenario, manner.chance
     world = worlds(drawn)
     actions: list[Action] = [] if taken is None else taken
     calm = False
-    weight = chance.choice((0.3, 0.1, 0.03, 0.01))
-    paces: dict[tuple[object, ...], float] | None = {} if seed % 4 > 1 else None
     try:
         for _ in range(steps):
             possible = world.enabled()
             if not possible:
                 break
-            action = _draw(chance, possible, weight, paces)
+            action = manner.draw(chance, possible)
             actions.append(action)
             world.step(action)
         calm = True

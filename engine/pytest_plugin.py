@@ -10,14 +10,15 @@ In anybody's tests, with `pytest_plugins = ["engine.pytest_plugin"]` in the topm
     def test_my_engine_keeps_its_pages_apart(custody_walk, numbers):
         custody_walk(numbers, worlds=lambda _scenario: ForeignWorld(MyEngine()))
 
-Hypothesis draws numbers of a fixed count; each picks among what is enabled (large ones a fault), and 0 does nothing, so
-that it can shrink a failure by zeros. What it is left with is reduced by this project's minimiser,
+Hypothesis draws numbers of a fixed count; each picks among what is enabled (large ones a fault),
+and 0 does nothing, so that it can shrink a failure by zeros. What it is left with is reduced by this project's minimiser,
 written to `custody-traces/` (`--custody-traces DIR`), and named in the report.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import re
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from engine.explorer import Manner
 from engine.minimiser import minimise
 from engine.trace import SUFFIX, Trace, Worlds, dumps, record
 from engine.world import World
@@ -34,6 +36,7 @@ from engine.world_values import FAULTS, Action, Found, Scenario
 
 STEPS = 100
 CHOICE_MAX = 255
+MANNER_MAX = 65_535
 FAULTS_FROM = 232
 """Numbers from here on pick a fault, if one may happen: one in ten, as rare as in a walk."""
 
@@ -57,6 +60,7 @@ class Walk(Protocol):
         worlds: Worlds = ...,
         calm: bool = ...,
         adapter: str = ...,
+        manner: int = ...,
     ) -> Any:
         """The world after the walk. Raises WalkFailure."""
 
@@ -66,29 +70,43 @@ def choices(steps: int = STEPS) -> SearchStrategy[list[int]]:
     return st.lists(st.integers(0, CHOICE_MAX), min_size=steps, max_size=steps)
 
 
+def manners() -> SearchStrategy[int]:
+    """How a walk is walked; 0 is plain, and what a failure shrinks to if it can."""
+    return st.integers(0, MANNER_MAX)
+
+
 def walk_by(
     numbers: Sequence[int],
     *,
     scenario: Scenario | None = None,
     worlds: Worlds = World,
     calm: bool = True,
+    manner: int = 0,
 ) -> Any:
     """Let each number pick what happens next; then leave the world alone, if `calm` is wanted.
 
+    A `manner` other than 0 leaves out kinds of faults and makes actors slow, as the random walk
+    does from such a seed; the numbers are then drawn with.
     Returns the world. Raises WalkFailure.
     """
     scenario = Scenario() if scenario is None else scenario
+    walked = Manner(scenario, manner) if manner else None
+    scenario = scenario if walked is None else walked.scenario
     world = worlds(scenario)
     actions: list[Action] = []
     resting = False
     try:
-        for number in numbers:
+        for place, number in enumerate(numbers):
             if number == 0:
                 continue
             possible = world.enabled()
             if not possible:
                 break
-            actions.append(pick(possible, number))
+            if walked is None:
+                actions.append(pick(possible, number))
+            else:
+                chance = random.Random((manner << 32) + (place << 8) + number)
+                actions.append(walked.draw(chance, possible))
             world.step(actions[-1])
         if calm:
             resting = True
@@ -142,9 +160,10 @@ def custody_walk(pytestconfig: pytest.Config) -> Walk:
         worlds: Worlds = World,
         calm: bool = True,
         adapter: str = "",
+        manner: int = 0,
     ) -> Any:
         try:
-            return walk_by(numbers, scenario=scenario, worlds=worlds, calm=calm)
+            return walk_by(numbers, scenario=scenario, worlds=worlds, calm=calm, manner=manner)
         except WalkFailure as failure:
             # Hypothesis tries its smallest failure last.
             name = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
@@ -173,4 +192,4 @@ def pytest_runtest_makereport(
     return report
 
 
-__all__ = ["Walk", "WalkFailure", "choices", "custody_walk", "walk_by"]
+__all__ = ["Walk", "WalkFailure", "choices", "custody_walk", "manners", "walk_by"]

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, Phase, example, find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
-from engine.pytest_plugin import WalkFailure, choices, walk_by
+from engine.pytest_plugin import WalkFailure, choices, manners, walk_by
 from engine.trace import loads, replay_names
 from engine.world import World
-from engine.world_values import Asked
+from engine.world_values import Asked, Scenario
+from property_tests.hypothesis_hunt import trial
 from property_tests.mutants import BY_NAME, CROWDED, focus
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,11 +30,30 @@ SCENARIOS = (
 )
 
 
-@given(st.sampled_from(SCENARIOS), choices(STEPS))
-@example(CROWDED, [0] * STEPS)
-def test_no_numbers_lead_the_cores_astray(scenario: object, numbers: list[int]) -> None:
+@given(st.sampled_from(SCENARIOS), manners(), choices(STEPS))
+@example(CROWDED, 0, [0] * STEPS)
+def test_no_numbers_lead_the_cores_astray(
+    scenario: Scenario, manner: int, numbers: list[int]
+) -> None:
     """Whatever is picked among the enabled actions, no oracle sees anything, in the end neither."""
-    walk_by(numbers, scenario=scenario)  # type: ignore[arg-type]
+    walk_by(numbers, scenario=scenario, manner=manner)
+
+
+@pytest.mark.parametrize("name", ["double-release", "read-before-drain"])
+def test_a_trial_of_hypothesis_finds_mutants(name: str) -> None:
+    """The profile with which all mutants are hunted finds these at once, as foretold."""
+    one = trial(BY_NAME[name], 1, runs=400)
+    assert one.expected, one.said
+
+
+@pytest.mark.parametrize("manner", [0, 6, 7])
+def test_zeros_do_nothing_in_any_manner(manner: int) -> None:
+    """Whatever the manner, a number does the same wherever zeros stand beside it."""
+    still = walk_by([0] * 9, scenario=CROWDED, calm=False, manner=manner)
+    assert not still.clients
+    one = walk_by([3, 0, 5, 0], scenario=CROWDED, calm=False, manner=manner)
+    other = walk_by([3, 0, 5], scenario=CROWDED, calm=False, manner=manner)
+    assert one.key() == other.key()
 
 
 def test_zeros_do_nothing() -> None:
