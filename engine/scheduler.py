@@ -43,6 +43,7 @@ from lifecycle.events import (
     Resumed,
 )
 from lifecycle.ids import FLEET, EngineId, Party, RequestId, request_id
+from lifecycle.snapshot import Snapshot, restore
 from lifecycle.state import Phase
 
 ANSWERS_KEPT = 8192
@@ -67,15 +68,26 @@ class Scheduler(Judge):
 
     # --- lives --------------------------------------------------------------------------------
 
-    def resume(self, stored: Iterable[tuple[int, Entry]], now_ns: int) -> list[SchedulerEffect]:
-        """Take in a store's log, begin this epoch, and abort what nobody waits for any more."""
+    def resume(
+        self,
+        stored: Iterable[tuple[int, Entry]],
+        now_ns: int,
+        snapshot: Snapshot | None = None,
+    ) -> list[SchedulerEffect]:
+        """Take in a store's log, begin this epoch, and abort what nobody waits for any more.
+
+        `snapshot` stands for what was before the log's first entry.
+        """
+        if snapshot is not None:
+            self.log = restore(snapshot)
+            for position, entry in snapshot.entries:
+                self._remember(position, entry)
+            self.position = snapshot.position
         for position, entry in stored:
             violation = self.log.apply(entry)
             if violation is not None:
                 raise SequencerError(violation)
-            self.entries.setdefault(entry.request, []).append((position, entry))
-            if isinstance(entry.event, Admitted):
-                self._concern(entry.request, entry.event)
+            self._remember(position, entry)
             self.position = position
         self._at(max(now_ns, self.log.time_ns))
         self._append(FLEET, 0, Resumed(self.epoch, self.position))
@@ -83,6 +95,11 @@ class Scheduler(Judge):
         for request in tuple(self.log.requests):
             self._evict(request)
         return self._done()
+
+    def _remember(self, position: int, entry: Entry) -> None:
+        self.entries.setdefault(entry.request, []).append((position, entry))
+        if isinstance(entry.event, Admitted):
+            self._concern(entry.request, entry.event)
 
     def attach(self, attached: Attached, now_ns: int) -> list[SchedulerEffect]:
         """Let a new life of an engine in, or recognise one. Raises RefusedEngineError."""

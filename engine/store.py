@@ -9,13 +9,14 @@ meanwhile, and any thread may read.  Positions count all entries from 1 without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 import attrs
 
 from lifecycle.events import Entry
 from lifecycle.ids import RequestId
+from lifecycle.snapshot import Snapshot
 
 
 class StoreError(Exception):
@@ -135,7 +136,12 @@ class EventStore(Protocol):
 
     @property
     def first_position(self) -> int:
-        """The position at which the log begins: 1, until a store can drop its beginning."""
+        """The position at which the log begins: 1, until its beginning is dropped."""
+        ...
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """What stands for all before the first position; None when nothing was dropped."""
         ...
 
     @property
@@ -202,6 +208,18 @@ class EventStore(Protocol):
 
     def room_bytes(self) -> int | None:
         """Free bytes where the log lies, None when that is no limit.  Raises `StoreUnavailable`."""
+        ...
+
+    def retain(
+        self, *, bytes_max: int | None, before_ns: int | None, keep: Collection[RequestId]
+    ) -> int:
+        """Drop the log's oldest full parts, those beyond so many bytes or all older than a time.
+
+        A snapshot stands for them before they go.  `keep` names the requests that may still be
+        extended; no other one will be that has no entry behind what is dropped.
+        Returns how many positions were dropped; called in a worker thread as `seal` is.
+        Raises `StoreUnavailable` or `StoreDamaged`.
+        """
         ...
 
     def seal(self) -> int:

@@ -60,7 +60,7 @@ class History:
         self._cross = (
             cross_by_event(g for g in CROSS_GUARDS if g.name not in gone) if gone else ALL_CROSS
         )
-        self._crossguards = crossguards
+        self.crossguards = crossguards
 
     def copy(self) -> History:
         """An independent copy; states are immutable, so this is shallow."""
@@ -72,7 +72,7 @@ class History:
         other.evaluated = self.evaluated
         other._reducer = self._reducer  # noqa: SLF001 - a copy of its own class
         other._cross = self._cross  # noqa: SLF001 - a copy of its own class
-        other._crossguards = self._crossguards  # noqa: SLF001 - a copy of its own class
+        other.crossguards = self.crossguards
         return other
 
     def state(self, request: RequestId) -> RequestState:
@@ -87,7 +87,7 @@ class History:
             return result if isinstance(result, Violation) else None
         state = self.state(entry.request)
         kind = type(entry.event)
-        if self._crossguards and entry.time_ns < self.time_ns:
+        if self.crossguards and entry.time_ns < self.time_ns:
             message = f"time {entry.time_ns} ns is before {self.time_ns} ns"
             return Violation(
                 "unbroken-log", "unbroken-log/total", message, entry.request, entry.sequence
@@ -96,7 +96,7 @@ class History:
         if violation is not None:
             return violation
         self.evaluated += len(self._reducer.early[kind]) + len(self._reducer.late[kind]) + 1
-        if not self._crossguards:
+        if not self.crossguards:
             return None
         view = View(self.fleet, self.ledger)
         for guard in self._cross[kind]:

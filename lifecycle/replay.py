@@ -17,6 +17,7 @@ from lifecycle.guards_ends import pages_checked, reads_checked
 from lifecycle.history import History
 from lifecycle.ids import FLEET, RequestId
 from lifecycle.rules import RULES
+from lifecycle.snapshot import Snapshot, restore
 from lifecycle.state import OPEN, Phase, RequestState, Violation
 
 UNCOMPARED = ("read-what-was-written/verified", "read-what-was-written/reads")
@@ -74,11 +75,21 @@ class Replayer:
     what that system did with its pages, which others' entries would contradict otherwise.
     """
 
-    def __init__(self, *, without: Iterable[str] = (), foreign: bool = False) -> None:
-        """Begin empty; for `without` see `History`."""
+    def __init__(
+        self,
+        *,
+        without: Iterable[str] = (),
+        foreign: bool = False,
+        snapshot: Snapshot | None = None,
+    ) -> None:
+        """Begin empty, or behind a snapshot; for `without` see `History`."""
         self.foreign = foreign
         self.forcing = foreign
-        self.history = History(without=(*without, *UNCOMPARED) if foreign else without)
+        without = (*without, *UNCOMPARED) if foreign else tuple(without)
+        if snapshot is None:
+            self.history = History(without=without)
+        else:
+            self.history = restore(snapshot, without=without)
         self.findings: dict[RequestId, Finding] = {}
         self.entries = 0
         self.position = 0

@@ -67,10 +67,23 @@ class FrameReader:
         self.segments: list[Path] = []
         self._kept: OrderedDict[int, tuple[Entry, ...]] = OrderedDict()
         self._sealed = SealedReader()
+        self._dropped = 0
+
+    def forget_until(self, position: int, segments: int) -> None:
+        """Forget so many oldest segments, which end there."""
+        self.index.forget_until(position)
+        self._kept.clear()
+        del self.segments[:segments]
+        self._dropped += segments
+
+    def beginning(self, number: int) -> bytes:
+        """The header of that segment's plain form.  Raises `Damage` or OSError."""
+        return self._read(self.segments[number], 0, frames.FILE_HEADER_BYTES)
 
     def note(self, first: int, *, offset: int, size: int) -> None:
         """A frame has been found or written behind all others, in the last segment."""
-        self.index.note(first, number=len(self.segments) - 1, offset=offset, size=size)
+        number = self._dropped + len(self.segments) - 1
+        self.index.note(first, number=number, offset=offset, size=size)
 
     def forget_after(self, position: int) -> int:
         """Take back every frame that begins later; where the last segment's frames end then."""
@@ -79,7 +92,7 @@ class FrameReader:
             del self._kept[index]
         if len(self.index):
             number, offset, size = self.index.place(len(self.index) - 1)
-            if number == len(self.segments) - 1:
+            if number == self._dropped + len(self.segments) - 1:
                 return offset + size
         return frames.FILE_HEADER_BYTES
 
@@ -112,7 +125,7 @@ class FrameReader:
 
     def _load(self, index: int) -> tuple[Entry, ...]:
         number, offset, size = self.index.place(index)
-        segment = self.segments[number]
+        segment = self.segments[number - self._dropped]
         try:
             frame = frames.read_frame(self._read(segment, offset, size), offset=offset)
             if frame.first_position != self.index.first(index):

@@ -9,7 +9,7 @@ Must not know: files and encodings.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from engine.store import (
     Append,
@@ -21,6 +21,7 @@ from engine.store import (
 )
 from lifecycle.events import Entry
 from lifecycle.ids import RequestId
+from lifecycle.snapshot import Snapshot
 from transport.stores.sequences import Sequences
 
 
@@ -38,6 +39,10 @@ class MemoryStore:
     @property
     def first_position(self) -> int:
         return 1
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        return None
 
     @property
     def last_position(self) -> int:
@@ -100,6 +105,17 @@ class MemoryStore:
 
     def room_bytes(self) -> int | None:
         return None
+
+    def retain(
+        self,
+        *,
+        bytes_max: int | None,
+        before_ns: int | None,
+        keep: Collection[RequestId],
+    ) -> int:
+        with self._lock:
+            self._refuse_closed()
+            return 0
 
     def seal(self) -> int:
         with self._lock:

@@ -80,16 +80,30 @@ def segment_paths(folder: Path) -> list[Path]:
     return [found[stem] for stem in sorted(found)]
 
 
+def first_position(segment: Path) -> int:
+    """Where the segment begins, by its name; 0 for a name of another kind."""
+    return int(segment.stem) if segment.stem.isdecimal() else 0
+
+
+def behind(paths: Sequence[Path], position: int) -> list[Path]:
+    """The segments that hold anything behind that position, or would."""
+    ends = [*(first_position(path) for path in paths[1:]), position + 2]
+    return [path for path, end in zip(paths, ends, strict=True) if end > position + 1]
+
+
 # --- Reading ----------------------------------------------------------------------------------
 
 
-def walk_segments(paths: Sequence[Path], *, whole: bool) -> Iterator[Found]:
+def walk_segments(
+    paths: Sequence[Path], *, whole: bool, after: tuple[int, bytes] = (0, CHAIN_START)
+) -> Iterator[Found]:
     """Every frame of these segments in order, each checked against the one before.
 
-    `whole` says that they are a log from its beginning; otherwise the first segment's word is
-    taken for where it stands.  Raises `StoreDamaged`.
+    `whole` says that they are a log from its beginning, or from behind the position and hash of
+    `after`; otherwise the first segment's word is taken for where it stands.
+    Raises `StoreDamaged`.
     """
-    position, previous = 1, CHAIN_START
+    position, previous = after[0] + 1, after[1]
     for number, listed in enumerate(paths):
         path, content, seal = _read_segment(listed)
         try:
@@ -167,6 +181,14 @@ def refuse_unknown(segment: Path, frame: Frame, entry: pb.Entry) -> None:
     if entry.event.WhichOneof("event") is None:
         reason = f"an event of {entry.request} is unknown"
         raise StoreTooNew(segment.name, frame.offset + FRAME_HEADER_BYTES, reason)
+
+
+def refuse_sealed_end(segment: Path, last: int) -> None:
+    """Raise `StoreDamaged` for a last segment that is sealed."""
+    if is_sealed(segment):
+        # Only full segments are sealed, when their successors exist.
+        reason = f"the segment that goes on at position {last + 1} is missing"
+        raise StoreDamaged(segment.name, segment.stat().st_size, reason)
 
 
 def begins_the_log(segment: Path) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from engine.store import (
@@ -30,13 +30,16 @@ from engine.store import (
 )
 from lifecycle.events import Entry
 from lifecycle.ids import RequestId
+from lifecycle.snapshot import Snapshot, UnfoldableSnapshot
 from transport import codec
-from transport.stores import frames, segment_files
+from transport.stores import frames, segment_files, snapshot_file
 from transport.stores.disk import UNFINISHED_SUFFIX, Disk
 from transport.stores.folder_lock import take_lock
 from transport.stores.frame_reader import FrameReader
+from transport.stores.retention import count_to_drop, fold
 from transport.stores.segment_writer import SegmentWriter
 from transport.stores.sequences import Sequences
+from transport.stores.snapshot_file import Kept
 
 SEGMENT_BYTES = 64 << 20
 """A segment that has grown to this takes no further frame."""
@@ -67,6 +70,8 @@ class SegmentStore:
         self._closing = False
         self._sequences = Sequences()
         self._frames = FrameReader()
+        self._beginning: Kept | None = None
+        self._kept: dict[int, Entry] = {}
         self._last = self._durable = self._epoch = 0
         self._writer = SegmentWriter(folder, self._disk)
         self._lock_handle = take_lock(folder)
@@ -85,27 +90,42 @@ class SegmentStore:
         self._epoch = segment_files.read_epoch(self.folder)
         for path in self.folder.glob(f"*{UNFINISHED_SUFFIX}"):
             self._disk.remove(path)
-        for found in segment_files.walk_segments(
-            segment_files.segment_paths(self.folder), whole=True
-        ):
+        self._begin(snapshot_file.newest_snapshot(self.folder))
+        after = (self._last, self._writer.previous)
+        paths = segment_files.segment_paths(self.folder)
+        for found in segment_files.walk_segments(paths, whole=True, after=after):
             self._take_in(found)
         # A segment that was just begun holds no frame, so the files are asked once more.
         self._frames.segments = segment_files.segment_paths(self.folder)
         if self._frames.segments:
-            self._refuse_sealed_end(self._frames.segments[-1])
+            segment_files.refuse_sealed_end(self._frames.segments[-1], self._last)
             self._writer.resume(self._frames.segments[-1])
         else:
-            self._frames.segments.append(self._writer.begin(1))
+            self._frames.segments.append(self._writer.begin(self._last + 1))
         # What a killed process wrote may still be on its way to the disk.
         self._writer.sync()
         self._disk.sync_folder(self.folder)
         self._durable = self._last
 
-    def _refuse_sealed_end(self, segment: Path) -> None:
-        if segment_files.is_sealed(segment):
-            # Only full segments are sealed, when their successors exist.
-            reason = f"the segment that goes on at position {self._last + 1} is missing"
-            raise StoreDamaged(segment.name, segment.stat().st_size, reason)
+    def _begin(self, beginning: Kept | None) -> None:
+        """Take in what stands for a dropped beginning, and finish dropping it."""
+        if beginning is None:
+            return
+        self._hold(beginning)
+        self._last = beginning.snapshot.position
+        self._epoch = max(self._epoch, beginning.epoch)
+        self._writer.previous = beginning.previous
+        for position, entry in beginning.snapshot.entries:
+            if entry.sequence != self._sequences.next_sequence(entry.request):
+                name = snapshot_file.snapshot_name(self._last)
+                reason = f"sequence {entry.sequence} of {entry.request} does not follow"
+                raise StoreDamaged(name, 0, reason)
+            self._sequences.note(entry.request, position)
+        snapshot_file.remove_before(self.folder, self._last, self._disk)
+
+    def _hold(self, beginning: Kept) -> None:
+        self._beginning = beginning
+        self._kept = dict(beginning.snapshot.entries)
 
     def _take_in(self, found: segment_files.Found) -> None:
         segment, item = found.segment, found.item
@@ -157,7 +177,7 @@ class SegmentStore:
             try:
                 entries = self._sequences.check(batch)
             except WrongSequence:
-                found = self._sequences.repeated(batch, lambda p: self._frames.stored(p).entry)
+                found = self._sequences.repeated(batch, lambda p: self._stored(p).entry)
                 if found is None:
                     raise
                 return found
@@ -259,6 +279,55 @@ class SegmentStore:
                 count += 1
             return count
 
+    def retain(
+        self, *, bytes_max: int | None, before_ns: int | None, keep: Collection[RequestId]
+    ) -> int:
+        with self._sealing:
+            with self._lock:
+                self._writer.refuse()
+                segments, first = list(self._frames.segments), self.first_position
+            if self._closing:
+                return 0
+            try:
+                count = count_to_drop(
+                    [path.stat().st_size for path in segments],
+                    lambda number: self._begins_ns(segments[number]),
+                    bytes_max=bytes_max,
+                    before_ns=before_ns,
+                )
+                if count:
+                    border = segment_files.first_position(segments[count]) - 1
+                    self._drop(count, border, keep)
+            except OSError as error:
+                raise StoreUnavailable(str(error)) from error
+            return self.first_position - first
+
+    def _begins_ns(self, segment: Path) -> int | None:
+        with self._lock:
+            position = segment_files.first_position(segment)
+            return self._stored(position).entry.time_ns if position <= self._last else None
+
+    def _drop(self, count: int, border: int, keep: Collection[RequestId]) -> None:
+        """Let a snapshot stand for so many segments, which end at the border, and remove them."""
+
+        def is_last(request: RequestId, position: int) -> bool:
+            return request not in keep and self._sequences.last(request) <= position
+
+        entries = self._stored_between(self.first_position, border)
+        try:
+            snapshot = fold(self.snapshot, entries, border=border, is_last=is_last)
+            with self._lock:
+                previous = frames.unpack_file_header(self._frames.beginning(count)).previous
+        except (UnfoldableSnapshot, frames.Damage) as error:
+            raise StoreDamaged(self._frames.segments[0].name, 0, str(error)) from error
+        beginning = Kept(snapshot, previous, self._epoch)
+        snapshot_file.write_snapshot(self.folder, beginning, self._disk)
+        with self._lock:
+            self._frames.forget_until(border, count)
+            self._sequences.forget_until(border, keep={e.request for _, e in snapshot.entries})
+            self._hold(beginning)
+        snapshot_file.remove_before(self.folder, border, self._disk)
+
     def _next_to_seal(self) -> tuple[int, Path] | None:
         """Number and path of the first full segment that is not sealed."""
         with self._lock:
@@ -282,7 +351,11 @@ class SegmentStore:
 
     @property
     def first_position(self) -> int:
-        return 1
+        return 1 if self._beginning is None else self._beginning.snapshot.position + 1
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        return None if self._beginning is None else self._beginning.snapshot
 
     @property
     def last_position(self) -> int:
@@ -298,19 +371,23 @@ class SegmentStore:
 
     def read(self, request: RequestId) -> tuple[Stored, ...]:
         with self._lock:
-            return tuple(self._frames.stored(p) for p in self._sequences.positions(request))
+            return tuple(self._stored(p) for p in self._sequences.positions(request))
 
     def tail(self, position: int) -> Iterator[Stored]:
-        last = self._last
-        if not 1 <= position <= last + 1:
-            raise PositionOutOfRange(position, first=1, last=last)
+        first, last = self.first_position, self._last
+        if not first <= position <= last + 1:
+            raise PositionOutOfRange(position, first=first, last=last)
         return self._stored_between(position, last)
+
+    def _stored(self, position: int) -> Stored:
+        kept = self._kept.get(position)
+        return self._frames.stored(position) if kept is None else Stored(position, kept)
 
     def _stored_between(self, position: int, last: int) -> Iterator[Stored]:
         while position <= last:
             with self._lock:
-                if position > self._last:
-                    # It was cut off meanwhile, and will be appended again.
+                if not self.first_position <= position <= self._last:
+                    # It was dropped meanwhile, or cut off and will be appended again.
                     return
                 first, entries = self._frames.frame_at(position)
             for offset in range(position - first, len(entries)):

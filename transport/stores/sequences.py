@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from engine.store import Append, MisfiledEntry, WrongSequence
 from lifecycle.events import Entry
@@ -34,6 +34,17 @@ class Sequences:
         if found is None:
             found = self._positions[request] = array("Q")
         found.append(position)
+
+    def last(self, request: RequestId) -> int:
+        """The position of the request's last entry, 0 when there is none."""
+        found = self._positions.get(request)
+        return found[-1] if found else 0
+
+    def forget_until(self, position: int, *, keep: Collection[RequestId]) -> None:
+        """Forget the requests that end up to there, except some of them."""
+        for request in [r for r, found in self._positions.items() if found[-1] <= position]:
+            if request not in keep:
+                del self._positions[request]
 
     def forget_after(self, position: int) -> None:
         """Take back every note of a later position."""
@@ -114,6 +125,12 @@ class FrameIndex:
         while self._firsts and self._firsts[-1] > position:
             for column in (self._firsts, self._numbers, self._offsets, self._sizes):
                 column.pop()
+
+    def forget_until(self, position: int) -> None:
+        """Forget every frame that begins up to there."""
+        count = bisect_right(self._firsts, position)
+        for column in (self._firsts, self._numbers, self._offsets, self._sizes):
+            del column[:count]
 
     def find(self, position: int) -> int:
         """The index of the frame that holds this position, which the caller knows to exist."""
