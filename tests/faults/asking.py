@@ -88,6 +88,11 @@ class Asking:
             )
         assert enough, f"{len(self.tokens)} tokens came, not {count}"
 
+    def waited(self, seconds: float) -> bool:
+        """Wait so long for the end of the call; whether it has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
     def cancel(self) -> None:
         """The client does not want it any more."""
         self.left = True

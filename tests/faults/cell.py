@@ -40,7 +40,8 @@ class Result:
 
     answer_seconds: 0 when the client had been answered before;
     settle_seconds: until the last grant of the request was released or quarantined;
-    whole_seconds: until every pool was whole again, replaced parts included.
+    whole_seconds: until every pool was whole again, replaced parts included;
+    entries, evaluations: what the log gained meanwhile, and the guards asked over it.
     """
 
     cell: Cell
@@ -52,7 +53,6 @@ class Result:
     whole_seconds: float
     entries: int
     evaluations: int
-    rules: int
 
 
 def all_cells() -> list[Cell]:
@@ -70,6 +70,7 @@ def all_cells() -> list[Cell]:
 def run_cell(bench: Bench, cell: Cell, seed: int) -> Result:
     """Bring a request to the moment, strike, heal, and judge. Raises AssertionError."""
     fault, moment = FAULTS[cell.fault], MOMENTS[cell.moment]
+    entries_before, evaluated_before = bench.judged()
     scene = Scene(bench, seed, how=fault.how)
     if fault.door:
         scene.door = bench.door().address
@@ -80,7 +81,7 @@ def run_cell(bench: Bench, cell: Cell, seed: int) -> Result:
     )
     scene.answered = scene.target.answered
     before = kinds(scene.events())
-    strike = Strike(scene, bench.position())
+    strike = Strike(scene, bench.position(), scene.prefill, scene.decode)
     wall_ns, begun_ns = time.time_ns(), time.monotonic_ns()
     fault.strike(strike)
     if fault.heals_first:
@@ -93,7 +94,7 @@ def run_cell(bench: Bench, cell: Cell, seed: int) -> Result:
         asking.wait()
     bench.wait_settled()
     whole_ns = time.monotonic_ns() - begun_ns
-    report = bench.judged()
+    read, evaluated = bench.judged()
     _judge(scene, fault)
     entries = strike.entries()
     last_ns = max((e.time_ns for e in entries), default=wall_ns)
@@ -105,9 +106,8 @@ def run_cell(bench: Bench, cell: Cell, seed: int) -> Result:
         answer_seconds=max(0.0, (scene.target.answered_ns - begun_ns) / NS),
         settle_seconds=max(0.0, (last_ns - wall_ns) / NS),
         whole_seconds=whole_ns / NS,
-        entries=report.entries,
-        evaluations=report.evaluations,
-        rules=report.rules,
+        entries=read - entries_before,
+        evaluations=evaluated - evaluated_before,
     )
 
 

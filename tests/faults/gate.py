@@ -160,6 +160,7 @@ class ErringPlane:
                 self._posts, self._at, self._how = 0, message["at"], message["how"]
                 self._go.clear()
             case "go":
+                self._how = ""
                 self._go.set()
                 for relay in self._relays.values():
                     relay.heal()

@@ -78,12 +78,13 @@ class Remote:
                 self._did.put(message["did"])
             else:
                 self._reached.put(message)
+        self._did.put("")
 
     def command(self, command: str, **fields: Any) -> None:
         """Have the gate do something, and wait until it has."""
         self.tell(command, **fields)
         did = self._did.get(timeout=ANSWER_SECONDS)
-        assert did == command, (did, command)
+        assert did == command, f"asked to {command}, the gate did {did or 'end'}"
 
     def tell(self, command: str, **fields: Any) -> None:
         """The same without waiting: for a part that stands still."""

@@ -1,0 +1,106 @@
+"""Run the matrix, or the cells whose name contains a text, and say what came of each.
+
+`python -m tests.faults [--json FILE] [TEXT ...]`; the exit code is 1 when a cell failed.
+A failed cell leaves its deployment in doubt, so the next one gets a new deployment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from tests.faults.bench import Bench
+from tests.faults.cell import Cell, Result, all_cells, run_cell
+from tests.process_harness import tiny_model
+
+
+@attrs.define
+class Run:
+    """What a run of cells has seen."""
+
+    folder: Path
+    model: Path
+    results: list[Result] = attrs.Factory(list)
+    failures: list[tuple[Cell, str]] = attrs.Factory(list)
+    benches: int = 0
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run them in order, each plane's in one deployment for as long as none fails."""
+        waiting = list(cells)
+        while waiting:
+            plane = waiting[0].plane
+            self.benches += 1
+            done: list[Cell] = []
+            try:
+                with Bench(self.folder / f"bench-{self.benches}", self.model, plane=plane) as bench:
+                    while waiting and waiting[0].plane == plane:
+                        done.append(waiting.pop(0))
+                        self._run_one(bench, done[-1])
+            except Exception as error:  # noqa: BLE001 - whatever it was, the other cells are run
+                # What fails when the bench ends belongs to whichever of its cells.
+                cell = done[-1] if done else waiting.pop(0)
+                said = str(error) or repr(error)
+                self.failures.append((cell, said))
+                print(f"FAILED  {cell}: {said}", flush=True)
+                traceback.print_exc()
+
+    def _run_one(self, bench: Bench, cell: Cell) -> None:
+        begun = time.monotonic()
+        seed = len(self.results) + len(self.failures) + 1
+        result = run_cell(bench, cell, seed)
+        self.results.append(result)
+        print(
+            f"passed  {cell}: {result.status}, answered in {result.answer_seconds:.2f} s, settled "
+            f"in {result.settle_seconds:.2f} s, whole in {result.whole_seconds:.2f} s; "
+            f"{time.monotonic() - begun:.1f} s in all",
+            flush=True,
+        )
+
+
+def report(run: Run, seconds: float) -> dict[str, Any]:
+    """What is kept of a run."""
+    return {
+        "seconds": round(seconds),
+        "cells": [attrs.asdict(result) for result in run.results],
+        "failures": [{"cell": attrs.asdict(cell), "message": said} for cell, said in run.failures],
+    }
+
+
+def main() -> int:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults")
+    parser.add_argument("--json", type=Path, help="where to keep the results")
+    parser.add_argument("text", nargs="*", help="only cells whose name contains one of these")
+    asked = parser.parse_args()
+    cells = [c for c in all_cells() if not asked.text or any(t in str(c) for t in asked.text)]
+    # Whoever ends this run ends its parts with it.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="custody-matrix-") as name:
+        folder = Path(name)
+        run = Run(folder, tiny_model(folder))
+        run.run(cells)
+    seconds = time.monotonic() - begun
+    entries = sum(result.entries for result in run.results)
+    evaluations = sum(result.evaluations for result in run.results)
+    print(
+        f"{len(run.results)} of {len(cells)} cells passed in {seconds:.0f} s; {entries} entries "
+        f"replayed clean, {evaluations} guard evaluations"
+    )
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(report(run, seconds), indent=1) + "\n", encoding="utf-8")
+    return 1 if run.failures or not cells else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

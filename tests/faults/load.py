@@ -1,0 +1,139 @@
+"""Many clients at once, each asking one request after the other, and what became of every one.
+
+Owns: the clients' threads and their records.
+Must not know: faults.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+import attrs
+
+from tests.faults.asking import Asking
+from tests.faults.bench import Bench
+from tests.process_harness import ids_request
+from transport.client import Refused, Unreachable
+from transport.pb.generation_pb2 import GenerateRequest
+
+NS = 1e9
+WORDS = 250
+
+
+@attrs.define
+class Done:
+    """One request: what was asked, what was told, and when (ns of the monotonic clock)."""
+
+    wanted: GenerateRequest
+    asking: Asking
+    asked_ns: int
+    cancelled_wall_ns: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the call took."""
+        return (self.asking.answered_ns - self.asked_ns) / NS
+
+    @property
+    def status(self) -> str:
+        """What the client was told; what it did not want to hear any more."""
+        return "cancelled" if self.cancelled_wall_ns else self.asking.status
+
+
+@attrs.define
+class Shape:
+    """What clients ask, and how many of them change their minds."""
+
+    prompt_tokens: int = 120
+    new_tokens: int = 32
+    cancelled_share: float = 0.0
+    cancel_seconds_max: float = 0.5
+
+
+class Load:
+    """So many clients; used as a context manager, at whose end each has its last answer."""
+
+    def __init__(self, bench: Bench, clients: int, shape: Shape, *, seed: int = 0) -> None:
+        self.done: list[Done] = []
+        self._bench = bench
+        self._shape = shape
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._ask_on, args=(random.Random(seed * 1000 + number),))
+            for number in range(clients)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait(self, count: int, *, seconds: float = 120.0) -> None:
+        """So many more requests have ended."""
+        until, goal = time.monotonic() + seconds, len(self.done) + count
+        pace = threading.Event()
+        while len(self.done) < goal:
+            assert time.monotonic() < until, f"{len(self.done)} of {goal} requests have ended"
+            pace.wait(0.02)
+
+    def _ask_on(self, chance: random.Random) -> None:
+        while not self._stop.is_set():
+            done = self._ask(chance)
+            with self._lock:
+                self.done.append(done)
+            if isinstance(done.asking.error, Unreachable):
+                # As any client does that nobody answers.
+                self._stop.wait(0.1)
+
+    def _ask(self, chance: random.Random) -> Done:
+        shape = self._shape
+        prompt = [3 + chance.randrange(WORDS) for _ in range(shape.prompt_tokens)]
+        wanted = ids_request(prompt, shape.new_tokens, ignore_eos=True)
+        wanted.sampling.temperature, wanted.sampling.seed = 1.0, chance.randrange(1 << 30)
+        cancels = chance.random() < shape.cancelled_share
+        done = Done(wanted, Asking(self._bench.address, wanted), time.monotonic_ns())
+        if cancels and not done.asking.waited(chance.random() * shape.cancel_seconds_max):
+            done.cancelled_wall_ns = time.time_ns()
+            done.asking.cancel()
+        done.asking.wait()
+        done.asking.close()
+        return done
+
+
+def answers_doubted(bench: Bench, done: list[Done], *, references: int) -> list[str]:
+    """Answers that are not what the log says; so many of them are also compared with alone."""
+    found: list[str] = []
+    rounds = max(1, len(done) // max(1, references))
+    for number, one in enumerate(done):
+        asking = one.asking
+        wanted = asking.tokens
+        if number % rounds == 0 and asking.tokens:
+            alone = Asking(bench.address, one.wanted)
+            alone.wait()
+            alone.close()
+            assert alone.status == "OK", alone.status
+            wanted = alone.tokens if asking.status == "OK" else alone.tokens[: len(wanted)]
+        request = asking.request or _named(asking.error)
+        events = bench.events(request) if request else []
+        found += [f"{request}: {doubt}" for doubt in asking.doubts(events, wanted)]
+    return found
+
+
+def _named(error: Refused | Unreachable | None) -> str:
+    return error.numbers.get("request_id", "") if isinstance(error, Refused) else ""
+
+
+def rate(done: list[Done], since_ns: int, until_ns: int, counts: Callable[[Done], int]) -> float:
+    """So much of what ended in between, a second."""
+    inside = [d for d in done if since_ns <= d.asking.answered_ns < until_ns]
+    return sum(counts(d) for d in inside) * NS / max(1, until_ns - since_ns)
