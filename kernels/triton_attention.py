@@ -23,6 +23,7 @@ from kernels.triton_common import (
     block_start,
     header_fault,
     jit,
+    step_rows,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -38,27 +39,120 @@ def tile_pages(
     tokens: tl.tensor,
     layer: tl.tensor,
     pool_pages: tl.tensor,
-    page_tokens: tl.constexpr,
-    block_words: tl.constexpr,
-    checked: tl.constexpr,
+    shape: tl.constexpr,
 ) -> tl.tensor:
     """First words and faults of the pages with these logical numbers; none behind the last live one.
 
     table: where the sequence's row of the block table begins.
     """
-    needed = tl.minimum(tl.maximum(tokens - logical * page_tokens, 0), page_tokens)
+    needed = tl.minimum(tl.maximum(tokens - logical * shape.page_tokens, 0), shape.page_tokens)
     live = needed > 0
     page = tl.load(pages + table + logical, mask=live, other=-1)
     inside = (page >= 0) & (page < pool_pages)
-    block = block_start(tl.where(inside, page, 0), layer, pool_pages, block_words)
-    if checked:
+    block = block_start(tl.where(inside, page, 0), layer, pool_pages, shape.block_words)
+    if shape.checked:
         tag = tl.load(tags + table + logical, mask=live, other=0)
-        fault = header_fault(
-            words, block, inside, tag, layer, logical, needed, page_tokens, block_words
-        )
+        fault = header_fault(words, block, inside, tag, layer, logical, needed, shape)
     else:
         fault = tl.where(inside, 0, PAGE)
     return block, tl.where(live, fault, 0)
+
+
+@jit
+def faults_between(
+    first: tl.tensor,
+    stop: tl.tensor,
+    words: tl.tensor,
+    pages: tl.tensor,
+    tags: tl.tensor,
+    table: tl.tensor,
+    tokens: tl.tensor,
+    layer: tl.tensor,
+    pool_pages: tl.tensor,
+    shape: tl.constexpr,
+) -> tl.tensor:
+    """The faults of the pages of some tiles, without a look at their rows."""
+    chunks: tl.constexpr = (shape.page_tokens + shape.page_rows - 1) // shape.page_rows
+    faults = tl.arange(0, shape.tile_span) * 0
+    for tile in range(first, stop):
+        logical = (tile // chunks) * shape.tile_span + tl.arange(0, shape.tile_span)
+        _, fault = tile_pages(words, pages, tags, table, logical, tokens, layer, pool_pages, shape)
+        faults |= fault
+    return faults
+
+
+@jit
+def attend_tile(
+    tile: tl.tensor,
+    query: tl.tensor,
+    seen: tl.tensor,
+    reach: tl.tensor,
+    words: tl.tensor,
+    elements: tl.tensor,
+    pages: tl.tensor,
+    tags: tl.tensor,
+    table: tl.tensor,
+    tokens: tl.tensor,
+    layer: tl.tensor,
+    pool_pages: tl.tensor,
+    kv_head: tl.tensor,
+    scale: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    result: tl.tensor,
+    shape: tl.constexpr,
+) -> tl.tensor:
+    """Take the rows of a tile of pages into the running softmax; faulty pages have none.
+
+    seen: the last token that each query row sees; reach: tokens that any of them sees.
+    """
+    chunks: tl.constexpr = (shape.page_tokens + shape.page_rows - 1) // shape.page_rows
+    tile_tokens: tl.constexpr = shape.tile_span * shape.page_rows
+    logical = (tile // chunks) * shape.tile_span + tl.arange(0, shape.tile_span)
+    row_of_page = (tile % chunks) * shape.page_rows + tl.arange(0, shape.page_rows)
+    block, fault = tile_pages(words, pages, tags, table, logical, tokens, layer, pool_pages, shape)
+    token = tl.reshape(logical[:, None] * shape.page_tokens + row_of_page[None, :], [tile_tokens])
+    usable = (fault == 0)[:, None] & (row_of_page < shape.page_tokens)[None, :]
+    usable = tl.reshape(usable, [tile_tokens]) & (token < reach)
+    offset = block[:, None] * shape.word_elements + shape.header_elements
+    offset = tl.reshape(offset + row_of_page[None, :] * shape.row_elements, [tile_tokens])
+    # A head begins at a multiple of 32 bytes; the reshape has hidden that from the compiler.
+    offset = tl.multiple_of(offset + kv_head * shape.head_dim, 16)
+    column = tl.arange(0, shape.dim_pad)
+    mask = usable[:, None] & (column < shape.head_dim)[None, :]
+    place = elements + offset[:, None] + column[None, :]
+    keys = tl.load(place, mask=mask, other=0.0)
+    values = tl.load(place + shape.row_elements // 2, mask=mask, other=0.0)
+    if shape.widened:
+        keys = keys.to(tl.float32)
+        values = values.to(tl.float32)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
+    visible = usable[None, :] & (token[None, :] <= seen[:, None])
+    scores = tl.where(visible, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weights, axis=1)
+    added = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return fault, higher, total, result * shrink[:, None] + added
+
+
+@jit
+def tile_range(
+    part: tl.tensor, live: tl.tensor, reach: tl.tensor, shape: tl.constexpr
+) -> tl.tensor:
+    """The tiles whose rows a program reads, first and stop, and how many tiles are live."""
+    chunks: tl.constexpr = (shape.page_tokens + shape.page_rows - 1) // shape.page_rows
+    span_tokens: tl.constexpr = shape.tile_span * shape.page_tokens
+    tiles = (live + span_tokens - 1) // span_tokens * chunks
+    if shape.decode:
+        first = part * shape.split_tiles
+        stop = tl.minimum(first + shape.split_tiles, tiles)
+    else:
+        first = 0
+        stop = tl.minimum((tl.maximum(reach, 0) + span_tokens - 1) // span_tokens * chunks, tiles)
+    return first, stop, tiles
 
 
 @jit
@@ -83,179 +177,75 @@ def attention_kernel(
     row_total: tl.tensor,
     rows_max: tl.tensor,
     scale: tl.tensor,
-    kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    group_pad: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_pad: tl.constexpr,
-    page_tokens: tl.constexpr,
-    block_words: tl.constexpr,
-    block_elements: tl.constexpr,
-    row_elements: tl.constexpr,
-    header_elements: tl.constexpr,
-    query_rows: tl.constexpr,
-    page_rows: tl.constexpr,
-    tile_span: tl.constexpr,
-    split_tiles: tl.constexpr,
-    decode: tl.constexpr,
-    split: tl.constexpr,
-    widened: tl.constexpr,
-    checked: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
-    """Attention of `query_rows` query rows of one sequence and KV head.
+    """Attention of a block of query rows of one sequence and KV head.
 
-    Grid: (sequences, KV heads, splits or blocks of query rows).
-    page_rows, tile_span: rows of a page in a tile, pages in a tile; one of pages longer than a
-    tile is taken in pieces. queries and output: `[row_total, kv_heads * group, head_dim]`.
+    Grid: (sequences, KV heads, splits or blocks of rows). queries: `[row_total, heads, head_dim]`.
     """
-    sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
-    tokens = tl.load(lengths + sequence)
-    room = width * page_tokens
-    fits = (tokens >= 0) & (tokens <= room)
-    if decode:
-        count = tl.where(tokens > 0, 1, 0)
-        first_row = sequence
-        block_first = 0
-        written = 1
+    sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    room = width * shape.page_tokens
+    if shape.decode:
+        tokens = tl.load(lengths + sequence)
+        fits = (tokens >= 0) & (tokens <= room)
+        count, first_row, block_first, written = tl.where(tokens > 0, 1, 0), sequence, 0, 1
     else:
-        count = tl.load(row_counts + sequence)
-        first_row = tl.load(first_rows + sequence)
-        fits &= (count >= 0) & (count <= tokens) & (count <= rows_max)
-        fits &= (first_row >= 0) & (first_row <= row_total - count)
-        block_first = part * query_rows
+        tokens, count, first_row, fits = step_rows(
+            sequence, lengths, row_counts, first_rows, room, row_total, rows_max
+        )
+        block_first = part * shape.query_rows
         # Rows of a sequence whose lengths are wrong may be anybody's: they are left alone.
         written = tl.where(fits, count, 0)
     live = tl.where(fits & (count > block_first), tokens, 0)
     start = tokens - count
 
-    # Row m of a tile is query row m // group_pad of the block, query head m % group_pad of the group.
-    row = tl.arange(0, query_rows * group_pad)
-    query_row = block_first + row // group_pad
-    head = kv_head * group + row % group_pad
-    column = tl.arange(0, dim_pad)
-    wanted = (query_row < written) & (row % group_pad < group)
+    # Row m is query row m // group_pad of the block, query head m % group_pad of the group.
+    rows: tl.constexpr = shape.query_rows * shape.group_pad
+    heads: tl.constexpr = shape.kv_heads * shape.group
+    dim: tl.constexpr = shape.dim_pad
+    row, column = tl.arange(0, rows), tl.arange(0, dim)
+    query_row = block_first + row // shape.group_pad
+    head = kv_head * shape.group + row % shape.group_pad
+    wanted = (query_row < written) & (row % shape.group_pad < shape.group)
+    wanted = wanted[:, None] & (column < shape.head_dim)[None, :]
     place = (first_row + query_row).to(tl.int64)
-    query = tl.load(
-        queries + (place * query_stride + head * head_dim)[:, None] + column[None, :],
-        mask=wanted[:, None] & (column < head_dim)[None, :],
-        other=0.0,
-    )
-    if widened:
+    source = place * query_stride + head * shape.head_dim
+    query = tl.load(queries + source[:, None] + column[None, :], mask=wanted, other=0.0)
+    if shape.widened:
         query = query.to(tl.float32)
-    seen = start + query_row
 
-    chunks: tl.constexpr = (page_tokens + page_rows - 1) // page_rows
-    tile_tokens: tl.constexpr = tile_span * page_rows
-    page_in_tile = tl.arange(0, tile_span)
-    row_in_page = tl.arange(0, page_rows)
-    tiles = ((live + page_tokens - 1) // page_tokens + tile_span - 1) // tile_span * chunks
-    # The last token that a row of this block sees; what lies behind is checked and not read.
-    reach = tl.minimum(tokens, start + block_first + query_rows)
-    if decode:
-        first_tile = part * split_tiles
-        last_tile = tl.minimum(first_tile + split_tiles, tiles)
-    else:
-        first_tile = 0
-        seen_spans = (tl.maximum(reach, 0) + page_tokens * tile_span - 1) // (
-            page_tokens * tile_span
-        )
-        last_tile = tl.minimum(seen_spans * chunks, tiles)
-    faults = tl.zeros([tile_span], dtype=tl.int32)
-    peak = tl.full([query_rows * group_pad], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([query_rows * group_pad], dtype=tl.float32)
-    result = tl.zeros([query_rows * group_pad, dim_pad], dtype=tl.float32)
+    # What lies behind `reach` is compared and not read.
+    reach = tl.minimum(tokens, start + block_first + shape.query_rows)
+    first_tile, last_tile, tiles = tile_range(part, live, reach, shape)
+    table = sequence.to(tl.int64) * width
+    faults = tl.arange(0, shape.tile_span) * 0
+    peak, total = tl.full([rows], float("-inf"), tl.float32), tl.zeros([rows], tl.float32)
+    result = tl.zeros([rows, dim], dtype=tl.float32)
     for tile in range(first_tile, last_tile):
-        logical = (tile // chunks) * tile_span + page_in_tile
-        row_of_page = (tile % chunks) * page_rows + row_in_page
-        block, fault = tile_pages(
-            words,
-            pages,
-            tags,
-            sequence.to(tl.int64) * width,
-            logical,
-            live,
-            layer,
-            pool_pages,
-            page_tokens,
-            block_words,
-            checked,
-        )
+        fault, peak, total, result = attend_tile(
+            tile, query, start + query_row, reach, words, elements, pages, tags, table, live,
+            layer, pool_pages, kv_head, scale, peak, total, result, shape,
+        )  # fmt: skip
         faults |= fault
-        token = tl.reshape(logical[:, None] * page_tokens + row_of_page[None, :], [tile_tokens])
-        usable = (fault == 0)[:, None] & (row_of_page < page_tokens)[None, :]
-        usable = tl.reshape(usable, [tile_tokens]) & (token < reach)
-        offset = block[:, None] * (block_elements // block_words) + header_elements
-        offset = tl.reshape(offset + row_of_page[None, :] * row_elements, [tile_tokens])
-        # A head begins at a multiple of 32 bytes; the reshape has hidden that from the compiler.
-        offset = tl.multiple_of(offset + kv_head * head_dim, 16)
-        keys = tl.load(
-            elements + offset[:, None] + column[None, :],
-            mask=usable[:, None] & (column < head_dim)[None, :],
-            other=0.0,
-        )
-        values = tl.load(
-            elements + offset[:, None] + (row_elements // 2) + column[None, :],
-            mask=usable[:, None] & (column < head_dim)[None, :],
-            other=0.0,
-        )
-        if widened:
-            keys = keys.to(tl.float32)
-            values = values.to(tl.float32)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * LOG2_E)
-        visible = usable[None, :] & (token[None, :] <= seen[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weights, axis=1)
-        result = result * shrink[:, None] + tl.dot(
-            weights.to(values.dtype), values, input_precision="ieee"
-        )
-        peak = higher
-    if not decode:
+    if not shape.decode:
         # Pages that only later rows see are compared too: a sequence is sound as a whole or not.
-        for tile in range(last_tile, tiles):
-            block, fault = tile_pages(
-                words,
-                pages,
-                tags,
-                sequence.to(tl.int64) * width,
-                (tile // chunks) * tile_span + page_in_tile,
-                live,
-                layer,
-                pool_pages,
-                page_tokens,
-                block_words,
-                checked,
-            )
-            faults |= fault
-
+        faults |= faults_between(
+            last_tile, tiles, words, pages, tags, table, live, layer, pool_pages, shape
+        )
     bits = any_bits(faults) | tl.where(fits, 0, LENGTH)
     tl.atomic_or(flags + sequence, bits, mask=bits != 0)
-    raised = tl.load(flags + sequence) | bits
-    sound = tl.where((raised == 0) & (live > 0), 1, 0)
-    inner = column < head_dim
-    if split:
-        slot = (sequence.to(tl.int64) * tl.num_programs(2) + part) * (kv_heads * group) + head
-        tl.store(partial_peak + slot, peak, mask=row < group)
-        tl.store(partial_sum + slot, total, mask=row < group)
-        tl.store(
-            partial + slot[:, None] * head_dim + column[None, :],
-            result,
-            mask=(row < group)[:, None] & inner[None, :],
-        )
+    if shape.split:
+        slot = (sequence.to(tl.int64) * tl.num_programs(2) + part) * heads + head
+        tl.store(partial_peak + slot, peak, mask=row < shape.group)
+        tl.store(partial_sum + slot, total, mask=row < shape.group)
+        into = partial + slot[:, None] * shape.head_dim + column[None, :]
+        tl.store(into, result, mask=wanted)
     else:
-        # A divisor of 0 stands only where nothing was seen, in rows that come out as zeros.
+        sound = ((tl.load(flags + sequence) | bits) == 0) & (live > 0)
+        # A sum of 0 stands only where nothing was seen, in rows that come out as zeros.
         result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-        result = tl.where((sound != 0), result, 0.0)
-        tl.store(
-            output + (place * (kv_heads * group) + head)[:, None] * head_dim + column[None, :],
-            result.to(output.dtype.element_ty),
-            mask=wanted[:, None] & inner[None, :],
-        )
+        into = output + (place * heads + head)[:, None] * shape.head_dim + column[None, :]
+        tl.store(into, tl.where(sound, result, 0.0).to(output.dtype.element_ty), mask=wanted)
 
 
 @jit
@@ -267,36 +257,32 @@ def join_kernel(
     lengths: tl.tensor,
     flags: tl.tensor,
     splits: tl.tensor,
-    heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_pad: tl.constexpr,
-    split_tokens: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
     """Join the splits of one sequence and query head, in order; zeros for a flagged sequence.
 
     Grid: (sequences, heads).
     """
-    sequence = tl.program_id(0)
-    head = tl.program_id(1)
-    column = tl.arange(0, dim_pad)
-    inner = column < head_dim
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    dim: tl.constexpr = shape.dim_pad
+    column = tl.arange(0, dim)
+    inner = column < shape.head_dim
     tokens = tl.load(lengths + sequence)
-    raised = tl.load(flags + sequence)
-    live = tl.where((raised == 0) & (tokens > 0), (tokens + split_tokens - 1) // split_tokens, 0)
+    live = tl.where((tl.load(flags + sequence) == 0) & (tokens > 0), tokens, 0)
+    parts = tl.minimum((live + shape.split_tokens - 1) // shape.split_tokens, splits)
     peak = tl.full([1], float("-inf"), dtype=tl.float32)
     total = tl.zeros([1], dtype=tl.float32)
-    result = tl.zeros([dim_pad], dtype=tl.float32)
-    for part in range(tl.minimum(live, splits)):
-        slot = (sequence.to(tl.int64) * splits + part) * heads + head
+    result = tl.zeros([dim], dtype=tl.float32)
+    for part in range(parts):
+        slot = (sequence.to(tl.int64) * splits + part) * shape.heads + head
         its_peak = tl.load(partial_peak + slot)
         higher = tl.maximum(peak, its_peak)
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(peak - base)
-        grow = tl.exp2(its_peak - base)
-        values = tl.load(partial + slot * head_dim + column, mask=inner, other=0.0)
+        shrink, grow = tl.exp2(peak - base), tl.exp2(its_peak - base)
+        values = tl.load(partial + slot * shape.head_dim + column, mask=inner, other=0.0)
         total = total * shrink + tl.load(partial_sum + slot) * grow
         result = result * shrink + values * grow
         peak = higher
     result = result / tl.where(total == 0.0, 1.0, total)
-    place = output + (sequence.to(tl.int64) * heads + head) * head_dim + column
-    tl.store(place, result.to(output.dtype.element_ty), mask=inner)
+    into = output + (sequence.to(tl.int64) * shape.heads + head) * shape.head_dim + column
+    tl.store(into, result.to(output.dtype.element_ty), mask=inner)

@@ -60,24 +60,24 @@ def header_fault(
     layer: tl.tensor,
     position: tl.tensor,
     needed: tl.tensor,
-    page_tokens: tl.constexpr,
-    block_words: tl.constexpr,
+    shape: tl.constexpr,
 ) -> tl.tensor:
     """Fault bits of blocks that start at word `block`; where `inside` is false nothing is read.
 
     All but `words` and `layer` are equally shaped; `needed` is the number of tokens to be read.
+    shape: any of `triton_shapes`, as everywhere in device code.
     """
     head = tl.load(words + block, mask=inside, other=0)
     place = tl.load(words + block + 1, mask=inside, other=0)
     filled = tl.load(words + block + 2, mask=inside, other=0) & LOW_32
-    tail = tl.load(words + block + (block_words - 1), mask=inside, other=0)
+    tail = tl.load(words + block + (shape.block_words - 1), mask=inside, other=0)
     found_layer = place & LOW_32
     found_position = (place >> 32) & LOW_32
     fault = tl.where((head != tag) | (tag == 0), HEAD_TAG, 0)
     fault |= tl.where(tail != tag, TAIL_TAG, 0)
     fault |= tl.where(found_layer != layer, LAYER, 0)
     fault |= tl.where(found_position != position, POSITION, 0)
-    fault |= tl.where((filled < needed) | (filled > page_tokens), FILLED, 0)
+    fault |= tl.where((filled < needed) | (filled > shape.page_tokens), FILLED, 0)
     return tl.where(inside, fault, PAGE)
 
 
@@ -113,3 +113,23 @@ def sealed_digest(
     state = mix(state ^ filled.to(tl.int64).to(tl.uint64, bitcast=True))
     state = mix(state ^ data.to(tl.uint64, bitcast=True))
     return tl.where(state == 0, 1, state).to(tl.int64, bitcast=True)
+
+
+@jit
+def step_rows(
+    sequence: tl.tensor,
+    lengths: tl.tensor,
+    row_counts: tl.tensor,
+    first_rows: tl.tensor,
+    room: tl.tensor,
+    row_total: tl.tensor,
+    rows_max: tl.tensor,
+) -> tl.tensor:
+    """Tokens, rows and first row of a sequence, and whether they fit table and tensors."""
+    tokens = tl.load(lengths + sequence)
+    count = tl.load(row_counts + sequence)
+    first_row = tl.load(first_rows + sequence)
+    fits = (tokens >= 0) & (tokens <= room)
+    fits &= (count >= 0) & (count <= tokens) & (count <= rows_max)
+    fits &= (first_row >= 0) & (first_row <= row_total - count)
+    return tokens, count, first_row, fits

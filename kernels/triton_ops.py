@@ -19,13 +19,13 @@ from kernels.triton_pages import check_kernel, copy_kernel, digest_kernel, write
 from kernels.triton_shapes import (
     CHECK_ENTRIES,
     QUERY_ROWS,
-    attention_constants,
-    check_constants,
-    copy_constants,
-    digest_constants,
-    join_constants,
+    attention_shape,
+    check_shape,
+    copy_shape,
+    digest_shape,
+    join_shape,
     split_tokens,
-    write_constants,
+    write_shape,
 )
 
 name = "triton"
@@ -33,7 +33,7 @@ name = "triton"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel, ready to be launched: its grid, its arguments, and its compile-time constants.
+    """One kernel, ready to be launched: its grid, its arguments, and its compile-time shape.
 
     warps: how many warps a program has.
     """
@@ -41,11 +41,11 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
-    constants: dict[str, Any]
+    shape: tuple[Any, ...]
     warps: int = 4
 
     def __call__(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.warps)
+        self.kernel[self.grid](*self.arguments, shape=self.shape, num_warps=self.warps)
 
 
 def decode_attention(
@@ -128,9 +128,7 @@ def plan_prefill(
     output: Tensor,
 ) -> Launch:
     """The launch of a prefill attention."""
-    constants = attention_constants(
-        memory.layout, heads=queries.shape[1], decode=False, split=False
-    )
+    shape = attention_shape(memory.layout, heads=queries.shape[1], decode=False, split=False)
     blocks = -(-tables.rows_max // QUERY_ROWS)
     grid = (tables.sequences, memory.layout.kv_heads, blocks)
     nothing = flags.new_empty(1, dtype=torch.float32)
@@ -138,7 +136,7 @@ def plan_prefill(
         memory, layer, queries, tables, flags, output, (nothing, nothing, nothing)
     )
     # With fewer warps the running result of so many rows does not fit into registers.
-    return Launch(attention_kernel, grid, arguments, constants, warps=8)
+    return Launch(attention_kernel, grid, arguments, shape, warps=8)
 
 
 def plan_decode(
@@ -149,28 +147,28 @@ def plan_decode(
     flags: Tensor,
     output: Tensor,
 ) -> list[Launch]:
-    """The launches of a decode attention, in order; their constants say that headers are checked."""
+    """The launches of a decode attention, in order; their shapes say that headers are checked."""
     layout = memory.layout
     heads, sequences = queries.shape[1], tables.sequences
     tokens_a_split = split_tokens(layout)
     splits = max(1, -(-tables.width * layout.page_tokens // tokens_a_split))
-    constants = attention_constants(layout, heads=heads, decode=True, split=splits > 1)
-    shape = (sequences, splits, heads) if splits > 1 else (1,)
-    peaks = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    shape = attention_shape(layout, heads=heads, decode=True, split=splits > 1)
+    parts = (sequences, splits, heads) if splits > 1 else (1,)
+    peaks = torch.empty(parts, dtype=torch.float32, device=queries.device)
     sums = torch.empty_like(peaks)
-    partial = torch.empty((*shape, layout.head_dim), dtype=torch.float32, device=queries.device)
+    partial = torch.empty((*parts, layout.head_dim), dtype=torch.float32, device=queries.device)
     arguments = _attention_arguments(
         memory, layer, queries, tables, flags, output, (partial, peaks, sums)
     )
     grid = (sequences, layout.kv_heads, splits)
-    launches = [Launch(attention_kernel, grid, arguments, constants)]
+    launches = [Launch(attention_kernel, grid, arguments, shape)]
     if splits > 1:
         launches.append(
             Launch(
                 join_kernel,
                 (sequences, heads),
                 (output, partial, peaks, sums, tables.tokens, flags, splits),
-                join_constants(layout, heads=heads),
+                join_shape(layout, heads=heads),
             )
         )
     return launches
@@ -206,8 +204,8 @@ def plan_write(
         keys.shape[0],
         tables.rows_max,
     )
-    constants = write_constants(layout, touched=touched, rows=tables.rows_max)
-    return Launch(write_kernel, (tables.sequences, touched), arguments, constants)
+    shape = write_shape(layout, touched=touched, rows=tables.rows_max)
+    return Launch(write_kernel, (tables.sequences, touched), arguments, shape)
 
 
 def plan_check(memory: PageMemory, labels: PageLabels, flags: Tensor) -> Launch:
@@ -223,7 +221,7 @@ def plan_check(memory: PageMemory, labels: PageLabels, flags: Tensor) -> Launch:
         memory.pages,
     )
     grid = (-(-labels.count // CHECK_ENTRIES), memory.layout.layers)
-    return Launch(check_kernel, grid, arguments, check_constants(memory.layout))
+    return Launch(check_kernel, grid, arguments, check_shape(memory.layout))
 
 
 def plan_digest(memory: PageMemory, labels: PageLabels, flags: Tensor, digests: Tensor) -> Launch:
@@ -240,7 +238,7 @@ def plan_digest(memory: PageMemory, labels: PageLabels, flags: Tensor, digests: 
         memory.pages,
     )
     grid = (labels.count, memory.layout.layers)
-    return Launch(digest_kernel, grid, arguments, digest_constants(memory.layout))
+    return Launch(digest_kernel, grid, arguments, digest_shape(memory.layout))
 
 
 def plan_copy(
@@ -271,7 +269,7 @@ def plan_copy(
         destination.pages,
     )
     grid = (labels.count, source.layout.layers)
-    return Launch(copy_kernel, grid, arguments, copy_constants(source.layout, sealed=sealed))
+    return Launch(copy_kernel, grid, arguments, copy_shape(source.layout, sealed=sealed))
 
 
 def _attention_arguments(

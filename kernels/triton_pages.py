@@ -22,6 +22,7 @@ from kernels.triton_common import (
     header_fault,
     jit,
     sealed_digest,
+    step_rows,
 )
 
 
@@ -44,15 +45,7 @@ def write_kernel(
     value_stride: tl.tensor,
     row_total: tl.tensor,
     rows_max: tl.tensor,
-    half: tl.constexpr,
-    half_pad: tl.constexpr,
-    page_tokens: tl.constexpr,
-    block_words: tl.constexpr,
-    block_elements: tl.constexpr,
-    row_elements: tl.constexpr,
-    header_elements: tl.constexpr,
-    touched_pad: tl.constexpr,
-    rows_pad: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
     """Store the rows of one sequence that fall into one of the pages that it appends to.
 
@@ -62,52 +55,47 @@ def write_kernel(
     """
     sequence = tl.program_id(0)
     touched = tl.program_id(1)
-    tokens = tl.load(lengths + sequence)
-    count = tl.load(row_counts + sequence)
-    first_row = tl.load(first_rows + sequence)
+    tokens, count, first_row, fits = step_rows(
+        sequence, lengths, row_counts, first_rows, width * shape.page_tokens, row_total, rows_max
+    )
     before = tl.load(flags + sequence)
-    fits = (tokens >= 0) & (tokens <= width * page_tokens)
-    fits &= (count >= 0) & (count <= tokens) & (count <= rows_max)
-    fits &= (first_row >= 0) & (first_row <= row_total - count)
     start = tokens - count
     count = tl.where(fits, count, 0)
     stop = start + count
 
     table = sequence.to(tl.int64) * width
-    first_page = tl.where(count > 0, start // page_tokens, 0)
-    end_page = tl.where(count > 0, (stop + page_tokens - 1) // page_tokens, 0)
-    logical = first_page + tl.arange(0, touched_pad)
+    first_page = tl.where(count > 0, start // shape.page_tokens, 0)
+    end_page = tl.where(count > 0, (stop + shape.page_tokens - 1) // shape.page_tokens, 0)
+    logical = first_page + tl.arange(0, shape.touched_pad)
     wanted = logical < end_page
     page = tl.load(pages + table + logical, mask=wanted, other=-1)
     tag = tl.load(tags + table + logical, mask=wanted, other=0)
     inside = (page >= 0) & (page < pool_pages)
-    block = block_start(tl.where(inside, page, 0), layer, pool_pages, block_words)
-    needed = tl.minimum(tl.maximum(start - logical * page_tokens, 0), page_tokens)
-    fault = header_fault(
-        words, block, inside, tag, layer, logical, needed, page_tokens, block_words
-    )
+    block = block_start(tl.where(inside, page, 0), layer, pool_pages, shape.block_words)
+    needed = tl.minimum(tl.maximum(start - logical * shape.page_tokens, 0), shape.page_tokens)
+    fault = header_fault(words, block, inside, tag, layer, logical, needed, shape)
     bits = any_bits(tl.where(wanted, fault, 0)) | tl.where(fits, 0, LENGTH)
     tl.atomic_or(flags + sequence, bits, mask=bits != 0)
 
     mine = first_page + touched
     writes = ((bits | before) == 0) & (mine < end_page)
     own_page = tl.load(pages + table + mine, mask=writes, other=0)
-    own_block = block_start(own_page, layer, pool_pages, block_words)
+    own_block = block_start(own_page, layer, pool_pages, shape.block_words)
     # The tokens of this page that the step brings, and the row of the first of them.
-    low = tl.maximum(start, mine * page_tokens)
-    high = tl.where(writes, tl.minimum(stop, (mine + 1) * page_tokens), low)
-    base = own_block * (block_elements // block_words) + header_elements
-    column = tl.arange(0, half_pad)
-    for first in range(0, high - low, rows_pad):
-        token = low + first + tl.arange(0, rows_pad)
+    low = tl.maximum(start, mine * shape.page_tokens)
+    high = tl.where(writes, tl.minimum(stop, (mine + 1) * shape.page_tokens), low)
+    base = own_block * shape.word_elements + shape.header_elements
+    column = tl.arange(0, shape.half_pad)
+    for first in range(0, high - low, shape.rows_pad):
+        token = low + first + tl.arange(0, shape.rows_pad)
         source = (first_row + token - start).to(tl.int64)
-        target = base + (token - mine * page_tokens) * row_elements
-        mask = (token < high)[:, None] & (column < half)[None, :]
+        target = base + (token - mine * shape.page_tokens) * shape.row_elements
+        mask = (token < high)[:, None] & (column < shape.half)[None, :]
         key = tl.load(keys + (source * key_stride)[:, None] + column[None, :], mask=mask)
         tl.store(elements + target[:, None] + column[None, :], key, mask=mask)
         value = tl.load(values + (source * value_stride)[:, None] + column[None, :], mask=mask)
-        tl.store(elements + target[:, None] + half + column[None, :], value, mask=mask)
-    filled = (high - mine * page_tokens).to(tl.int64)
+        tl.store(elements + target[:, None] + shape.half + column[None, :], value, mask=mask)
+    filled = (high - mine * shape.page_tokens).to(tl.int64)
     tl.store(words + own_block + 2, filled, mask=writes)
     tl.store(words + own_block + 3, filled * 0, mask=writes)
 
@@ -122,32 +110,22 @@ def check_kernel(
     flags: tl.tensor,
     total: tl.tensor,
     pool_pages: tl.tensor,
-    page_tokens: tl.constexpr,
-    block_words: tl.constexpr,
-    entries: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
     """Compare the headers of `entries` pages in one layer. Grid: (pieces of the list, layers)."""
-    entry = tl.program_id(0) * entries + tl.arange(0, entries)
+    entry = tl.program_id(0) * shape.entries + tl.arange(0, shape.entries)
     layer = tl.program_id(1)
     wanted = entry < total
     page = tl.load(pages + entry, mask=wanted, other=-1)
     tag = tl.load(tags + entry, mask=wanted, other=0)
     position = tl.load(positions + entry, mask=wanted, other=0)
     needed = tl.load(counts + entry, mask=wanted, other=0)
-    fits = (needed >= 0) & (needed <= page_tokens)
+    fits = (needed >= 0) & (needed <= shape.page_tokens)
     inside = (page >= 0) & (page < pool_pages) & fits
-    block = block_start(tl.where(inside, page, 0), layer, pool_pages, block_words)
-    fault = header_fault(
-        words, block, inside, tag, layer, position, needed, page_tokens, block_words
-    )
+    block = block_start(tl.where(inside, page, 0), layer, pool_pages, shape.block_words)
+    fault = header_fault(words, block, inside, tag, layer, position, needed, shape)
     fault = tl.where(fits, fault, LENGTH)
     tl.atomic_or(flags + entry, fault, mask=wanted & (fault != 0))
-
-
-@jit
-def weigh(values: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """int64: the part of words `values` at places `index` in a block's data part."""
-    return tl.sum(values.to(tl.int64) * (index + 1).to(tl.int64), axis=0)
 
 
 @jit
@@ -161,26 +139,22 @@ def digest_kernel(
     digests: tl.tensor,
     total: tl.tensor,
     pool_pages: tl.tensor,
-    page_tokens: tl.constexpr,
-    block_words: tl.constexpr,
-    row_words: tl.constexpr,
-    header_words: tl.constexpr,
-    piece: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
     """The digest of one block. Grid: (pages, layers). data: the pool as int32."""
     entry = tl.program_id(0)
     layer = tl.program_id(1)
     page = tl.load(pages + entry)
     filled = tl.load(counts + entry)
-    fault = tl.where((filled >= 0) & (filled <= page_tokens), 0, LENGTH)
+    fault = tl.where((filled >= 0) & (filled <= shape.page_tokens), 0, LENGTH)
     fault = tl.where((page >= 0) & (page < pool_pages), fault, PAGE)
     sound = fault == 0
-    block = block_start(tl.where(sound, page, 0), layer, pool_pages, block_words)
-    start = data + block * 2 + header_words
-    valid = tl.where(sound, filled * row_words, 0)
-    sums = tl.zeros([piece], dtype=tl.int64)
-    lane = tl.arange(0, piece)
-    for first in range(0, valid, piece):
+    block = block_start(tl.where(sound, page, 0), layer, pool_pages, shape.block_words)
+    start = data + block * 2 + shape.header_words
+    valid = tl.where(sound, filled * shape.row_words, 0)
+    lane = tl.arange(0, shape.piece)
+    sums = lane.to(tl.int64) * 0
+    for first in range(0, valid, shape.piece):
         index = first + lane
         values = tl.load(start + index, mask=index < valid, other=0)
         sums += values.to(tl.int64) * (index + 1).to(tl.int64)
@@ -221,13 +195,7 @@ def copy_kernel(
     total: tl.tensor,
     source_total: tl.tensor,
     target_total: tl.tensor,
-    page_tokens: tl.constexpr,
-    block_words: tl.constexpr,
-    row_words: tl.constexpr,
-    header_words: tl.constexpr,
-    header_pad: tl.constexpr,
-    piece: tl.constexpr,
-    sealed: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
     """Copy one block, sum it on the way, and seal the copy under another tag.
 
@@ -245,35 +213,33 @@ def copy_kernel(
 
     aimed = (aim >= 0) & (aim < target_total)
     aimed &= named_again(target_pages, total, aim, 128) == 1
-    fits = (filled >= 0) & (filled <= page_tokens)
+    fits = (filled >= 0) & (filled <= shape.page_tokens)
     inside = (page >= 0) & (page < source_total) & fits & aimed
-    block = block_start(tl.where(inside, page, 0), layer, source_total, block_words)
-    fault = header_fault(
-        source_words, block, inside, tag, layer, position, filled, page_tokens, block_words
-    )
+    block = block_start(tl.where(inside, page, 0), layer, source_total, shape.block_words)
+    fault = header_fault(source_words, block, inside, tag, layer, position, filled, shape)
     fault = tl.where(fits | (aimed == 0), fault, LENGTH)
     fault |= tl.where(aimed & (new_tag == 0), HEAD_TAG, 0)
     note = tl.load(source_words + block + 2, mask=inside, other=0)
     bears = tl.load(source_words + block + 3, mask=inside, other=0)
-    if sealed:
+    if shape.sealed:
         fault |= tl.where(inside & ((note & LOW_32) != filled), FILLED, 0)
         fault |= tl.where(inside & (((note >> 32) & LOW_32) != 1), DIGEST, 0)
 
     # Without a right header nothing is loaded; the target's rows are zeroed then.
-    valid = tl.where(fault == 0, filled * row_words, 0)
-    target_block = block_start(tl.where(aimed, aim, 0), layer, target_total, block_words)
-    start = source + block * 2 + header_words
-    place = target + target_block * 2 + header_words
-    all_words = tl.where(aimed, page_tokens * row_words, 0)
-    sums = tl.zeros([piece], dtype=tl.int64)
-    lane = tl.arange(0, piece)
-    for first in range(0, all_words, piece):
+    valid = tl.where(fault == 0, filled * shape.row_words, 0)
+    target_block = block_start(tl.where(aimed, aim, 0), layer, target_total, shape.block_words)
+    start = source + block * 2 + shape.header_words
+    place = target + target_block * 2 + shape.header_words
+    all_words = tl.where(aimed, shape.page_tokens * shape.row_words, 0)
+    lane = tl.arange(0, shape.piece)
+    sums = lane.to(tl.int64) * 0
+    for first in range(0, all_words, shape.piece):
         index = first + lane
         values = tl.load(start + index, mask=index < valid, other=0)
         tl.store(place + index, values, mask=index < all_words)
         sums += values.to(tl.int64) * (index + 1).to(tl.int64)
     data = tl.sum(sums, axis=0)
-    if sealed:
+    if shape.sealed:
         found = sealed_digest(data, tag, layer, position, filled)
         fault |= tl.where(inside & (found != bears), DIGEST, 0)
     sound = fault == 0
@@ -281,16 +247,16 @@ def copy_kernel(
     tl.store(digests + layer.to(tl.int64) * total + entry, digest)
     tl.atomic_or(flags + entry, fault, mask=fault != 0)
 
-    word = tl.arange(0, header_pad)
+    word = tl.arange(0, shape.header_pad)
     where = layer.to(tl.int64) | (position.to(tl.int64) << 32)
     content = tl.where(word == 0, new_tag, 0)
     content = tl.where(word == 1, where, content)
     content = tl.where(word == 2, filled.to(tl.int64) | (1 << 32), content)
     content = tl.where(word == 3, digest, content)
     content = tl.where(sound, content, 0)
-    mask = (word < header_words // 2) & aimed
+    mask = (word < shape.header_words // 2) & aimed
     tl.store(target_words + target_block + word, content, mask=mask)
     word = tl.arange(0, 8)
     content = tl.where(sound & (word == 7), new_tag, 0)
-    last = target_words + target_block + (block_words - 8) + word
+    last = target_words + target_block + (shape.block_words - 8) + word
     tl.store(last, content, mask=(word < 8) & aimed)

@@ -120,7 +120,7 @@ def compiled(launch: Launch, target: GPUTarget) -> Any:
             signature[names[index]] = "i32"
             if value % 16 == 0:
                 hints[index,] = _DIVISIBLE
-    constants = {(names.index(name),): value for name, value in launch.constants.items()}
+    constants = {(names.index("shape"),): launch.shape}
     source = ASTSource(launch.kernel, signature, constants, hints)
     return triton.compile(source, target=target, options={"num_warps": launch.warps})
 
