@@ -286,6 +286,36 @@ def test_the_scrape_configuration_reads_the_rules() -> None:
     assert job["static_configs"][0]["targets"] == ["127.0.0.1:9464"]
 
 
+def series_of(text: str) -> tuple[str, dict[str, str]]:
+    """A series' name and labels, as the rules' own tests write them."""
+    name, _, rest = text.partition("{")
+    return name, dict(re.findall(r'(\w+)="([^"]*)"', rest))
+
+
+def test_every_alert_is_shown_to_fire_on_series_that_exist() -> None:
+    """`promtool test rules` runs that file; here its alerts, series and labels are real ones."""
+    found = yaml.safe_load((ALERTS.parent / "alerts.test.yml").read_text())
+    assert found["rule_files"] == [ALERTS.name]
+    rules = {rule["alert"]: rule for rule in alerts()}
+    *single, calm = found["tests"]
+    assert [test["name"] for test in single] == list(rules)
+    for test in found["tests"]:
+        for one in test["input_series"]:
+            name, labels = series_of(one["series"])
+            assert set(labels) == labels_of(name), one["series"]
+            for label, wanted in labels.items():
+                check_values(metric_of(name), label, wanted)
+    for test in single:
+        (expected,) = test["alert_rule_test"]
+        assert expected["alertname"] == test["name"]
+        (alert,) = expected["exp_alerts"]
+        assert alert["exp_labels"]["severity"] == rules[test["name"]]["labels"]["severity"]
+        read = {selector.name for selector in selectors(rules[test["name"]]["expr"])}
+        assert {series_of(one["series"])[0] for one in test["input_series"]} == read
+    assert {one["alertname"] for one in calm["alert_rule_test"]} == set(rules)
+    assert not [one for one in calm["alert_rule_test"] if one["exp_alerts"]]
+
+
 # --- dashboard ------------------------------------------------------------------------------------
 
 
