@@ -22,13 +22,13 @@ from engine.rope import angles, inverse_frequencies
 from engine.step_plan import live_table
 from engine.team import Team
 from kernels import headers
+from kernels.cpu_entry import walk
 from kernels.cpu_layers import FLAG_WORDS, WEIGHT_FIELDS, Arena, Plan, Shape, Weights
 from kernels.cpu_step import (
     COUNTER_BYTES,
+    PHASES_BEHIND,
     PHASES_OF_LAYER,
     ROWS_OF_MLP,
-    note_written,
-    walk,
 )
 from kernels.cpu_vector import LANES
 from kernels.digest import to_unsigned
@@ -106,7 +106,6 @@ class CompiledSteps:
         memory.flags.zero_()
         plan = tables.plan(self._pool, checked=self._checked)
         self._team.run(partial(walk, self._shape, self._weights, plan, memory.arena))
-        note_written(self._shape, plan, memory.arena)
         logits = memory.logits[: rows * self._shape.vocabulary].view(rows, -1)
         return Outcome(logits, self._mismatches(tables, memory))
 
@@ -259,7 +258,7 @@ class _Memory:
         }
         made = {name: torch.empty(_round(size)) for name, size in sizes.items()}
         made["ones"] = torch.ones(_round(shape.page_tokens))
-        phases = shape.layers * PHASES_OF_LAYER + 2
+        phases = shape.layers * PHASES_OF_LAYER + PHASES_BEHIND
         counters = torch.zeros(phases * COUNTER_BYTES // 8, dtype=torch.int64)
         flags = torch.zeros(rows * FLAG_WORDS, dtype=torch.int64)
         arena = Arena(

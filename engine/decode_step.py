@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.model import LayerWeights, Model
 from engine.paged import PagedBatch, SequenceSlice
 from engine.pool import KVPool
+from kernels.cpu import load_compiled
 from kernels.headers import HeaderMismatch
 
 
@@ -56,7 +57,7 @@ class PlainSteps:
 
     path = "plain"
 
-    def __init__(self, model: Model, pool: KVPool, *, reason: str = "asked for") -> None:
+    def __init__(self, model: Model, pool: KVPool, *, reason: str | None = None) -> None:
         self.reason = reason
         self._model = model
         self._pool = pool
@@ -98,11 +99,10 @@ def make_steps(model: Model, pool: KVPool, *, threads: int) -> DecodeSteps:
     """The fastest steps that this model, this pool and this installation allow."""
     reason = why_plain(model, pool)
     if reason is None:
-        try:
-            # Imported late: it takes most of a second, and a prefill engine never needs it.
+        code, reason = load_compiled()
+        if code is not None:
+            # Imported late, since it needs what not every installation has.
             from engine.compiled_step import CompiledSteps
-        except ImportError as error:
-            reason = f"{error.name} is not installed"
-        else:
+
             return CompiledSteps(model, pool, threads=threads)
     return PlainSteps(model, pool, reason=reason)

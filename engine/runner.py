@@ -40,13 +40,13 @@ class Packed:
 class NewToken:
     """One new token: the text that became whole with it, and what made the answer stop, if so.
 
-    `stop` is the stop string, or the id of the stop token.
+    `stop` is the stop string, or the id of the stop token; `logprob` is there if asked for.
     """
 
     index: int
     token: int
     text: str
-    logprob: float
+    logprob: float | None
     stop: str | int | None = None
 
 

@@ -270,7 +270,7 @@ def _draw(
     while rows:
         try:
             draws = sample(
-                logits[rows],
+                logits if len(rows) == len(parts) else logits[rows],
                 [answers[row].order.sampling for row in rows],
                 [parts[row].position + 1 for row in rows],
             )

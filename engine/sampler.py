@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 STOP_STRINGS_MAX = 16
@@ -122,13 +124,13 @@ class SamplingParams:
 
 @attrs.frozen
 class Draw:
-    """A chosen token and its natural logarithm of probability.
+    """A chosen token and, where its request asked for it, the logarithm of its probability.
 
     The probability is that of the model's own distribution: temperature 1, nothing filtered.
     """
 
     token: int
-    logprob: float
+    logprob: float | None = None
 
 
 @torch.inference_mode()
@@ -144,26 +146,35 @@ def sample(
     if not rows == len(params) == len(positions):
         raise ValueError(f"{rows} rows, {len(params)} parameters, {len(positions)} positions")
     logits = logits.cpu()
+    # NumPy looks at a row with one thread: waking a second one costs more than it saves.
+    values = logits.numpy()
     # Minus infinity masks a token; NaN or plus infinity, or nothing but masks, is no distribution.
-    bad = ~torch.isfinite(logits.amax(dim=-1))
-    if bool(bad.any()):
-        raise NonFiniteLogits(rows=tuple(torch.nonzero(bad).flatten().tolist()))
+    bad = ~np.isfinite(values.max(axis=-1))
+    if bad.any():
+        raise NonFiniteLogits(rows=tuple(np.flatnonzero(bad).tolist()))
     # Rows are treated one by one: nothing that is computed for one can touch another.
     return [
-        _draw(row, param, position)
-        for row, param, position in zip(logits, params, positions, strict=True)
+        _draw(logits[row], values[row], param, position)
+        for row, (param, position) in enumerate(zip(params, positions, strict=True))
     ]
 
 
-def _draw(row: Tensor, params: SamplingParams, position: int) -> Draw:
-    wide = row.to(torch.float64)
+def _draw(row: Tensor, values: NDArray[np.float32], params: SamplingParams, position: int) -> Draw:
     if params.temperature == 0:
-        token = int(row.argmax())
+        # The first of equals.
+        token = int(values.argmax())
     else:
         # Shifted first: a tiny temperature then gives minus infinity, never infinity minus infinity.
+        wide = row.to(torch.float64)
         scaled = (wide - wide.max()) / params.temperature
         token = _inverse_cdf(scaled, params, uniform(seed=params.seed, position=position))
-    return Draw(token=token, logprob=float(wide[token] - torch.logsumexp(wide, dim=0)))
+    return Draw(token=token, logprob=_logprob(values, token) if params.logprobs else None)
+
+
+def _logprob(values: NDArray[np.float32], token: int) -> float:
+    wide = values.astype(np.float64)
+    top = wide.max()
+    return float(wide[token] - top - np.log(np.exp(wide - top).sum()))
 
 
 def _inverse_cdf(scaled: Tensor, params: SamplingParams, point: float) -> int:

@@ -5,10 +5,10 @@ Must not know: what is compiled.
 
 A function marked `compiled` runs without the interpreter's lock and is never called by Python;
 one marked `entry` is, and its machine code is kept on disk beside the source or, where that
-cannot be written, in the user's cache.
-`CAN_BE_KEPT` says whether there is such a place.
-The kept code is found by the source of the entry's own module: touch that file after a change in
-another one.
+cannot be written, in the user's cache. `CAN_BE_KEPT` says whether there is such a place.
+
+Kept code is found by the source of the entry's own module and by what its closure holds, not by
+what it calls: so an entry closes over the `edition` of every module that it compiles.
 """
 
 from __future__ import annotations
@@ -54,3 +54,28 @@ def _can_be_kept() -> bool:
 
 
 CAN_BE_KEPT = _can_be_kept()
+
+
+def edition(*modules: object) -> int:
+    """A number of 61 bits that changes with the code and the constants of modules."""
+    parts: list[bytes] = []
+    for module in modules:
+        for name, value in sorted(vars(module).items()):
+            function = getattr(value, "py_func", value)
+            function = getattr(function, "_defn", function)
+            code = getattr(function, "__code__", None)
+            if code is not None and function.__module__ == vars(module)["__name__"]:
+                parts += _code_parts(code)
+            elif isinstance(value, (int, float, str, tuple)) and not name.startswith("__"):
+                parts.append(f"{name}={value!r}".encode())
+    return int.from_bytes(b"\0".join(parts), "little") % ((1 << 61) - 1)
+
+
+def _code_parts(code: Any) -> list[bytes]:
+    parts = [code.co_code, repr(code.co_names).encode(), repr(code.co_freevars).encode()]
+    for constant in code.co_consts:
+        if hasattr(constant, "co_code"):
+            parts += _code_parts(constant)
+        else:
+            parts.append(repr(constant).encode())
+    return parts

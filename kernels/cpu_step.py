@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from numba import types
 
-from kernels.cpu_compile import compiled, entry
+from kernels.cpu_compile import compiled
 from kernels.cpu_elementwise import add_rows, gate_silu
 from kernels.cpu_layers import (
     DOWN,
@@ -46,7 +46,8 @@ COUNTER_BYTES = 128
 """Each phase's two counters have cache lines of their own."""
 
 PHASES_OF_LAYER = 5
-PROJECT, ATTEND, MIX, GATE, FOLD, HEAD, RECHECK = range(7)
+PHASES_BEHIND = 3
+PROJECT, ATTEND, MIX, GATE, FOLD, HEAD, RECHECK, NOTE = range(8)
 
 ROWS_OF_OUTPUT = 16
 ROWS_OF_MLP = 32
@@ -125,7 +126,7 @@ def _logits(head: int, s: Shape, p: Plan, a: Arena, inputs: int, chunk: int) -> 
 def _recheck(s: Shape, p: Plan, a: Arena, chunk: int) -> None:
     """All pages of one row in one layer once more, behind the last load of the step."""
     row, layer = chunk // s.layers, chunk % s.layers
-    if not flagged(a, row):
+    if p.checked != 0 and not flagged(a, row):
         start = load_word(p.starts + row * WORD)
         for logical in range(start // s.page_tokens + 1):
             if sound_block(s, p, a, row, layer, logical, p.checked) == 0:
@@ -144,7 +145,9 @@ def _chunks(kind: int, s: Shape, p: Plan) -> int:
         return s.mlp // ROWS_OF_MLP
     if kind == HEAD:
         return (s.vocabulary + ROWS_OF_HEAD - 1) // ROWS_OF_HEAD
-    return p.rows * s.layers
+    if kind == RECHECK:
+        return p.rows * s.layers
+    return p.rows
 
 
 @compiled
@@ -158,8 +161,23 @@ def _weights_of(layers: int, layer: int) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-@entry
-def walk(s: Shape, weights: Weights, p: Plan, a: Arena, thread: int) -> None:
+@compiled
+def _note_written(s: Shape, p: Plan, a: Arena, row: int) -> None:
+    """Say in the headers of a sound row's last page that it holds one token more."""
+    if flagged(a, row):
+        return
+    start = load_word(p.starts + row * WORD)
+    logical = start // s.page_tokens
+    page = load_word(p.tables + (row * p.table_pages + logical) * WORD)
+    for layer in range(s.layers):
+        block = p.pool + (layer * s.pages + page) * s.block_bytes
+        # The algorithm's place is cleared with the digest: an appended page bears none.
+        store_word(block + 2 * WORD, start % s.page_tokens + 1)
+        store_word(block + 3 * WORD, 0)
+
+
+@compiled
+def take_part(s: Shape, weights: Weights, p: Plan, a: Arena, thread: int) -> None:
     """Do this thread's part of a step; every thread of a step calls it with a number of its own.
 
     The counters and flags must be zero before the first does, and nobody may touch the arena
@@ -168,7 +186,7 @@ def walk(s: Shape, weights: Weights, p: Plan, a: Arena, thread: int) -> None:
     inputs = a.scratch + thread * a.scratch_bytes
     work = inputs + a.inputs_bytes
     last = s.layers * PHASES_OF_LAYER
-    for phase in range(last + 2):
+    for phase in range(last + PHASES_BEHIND):
         kind, layer = phase % PHASES_OF_LAYER, phase // PHASES_OF_LAYER
         if phase >= last:
             kind, layer = HEAD + phase - last, s.layers - 1
@@ -204,23 +222,9 @@ def walk(s: Shape, weights: Weights, p: Plan, a: Arena, thread: int) -> None:
                 _residual(w[DOWN], w[DOWN_BIAS], s.mlp, s, p, a, a.gated, chunk, work)
             elif kind == HEAD:
                 _logits(weights.head, s, p, a, inputs, chunk)
-            elif p.checked != 0:
+            elif kind == RECHECK:
                 _recheck(s, p, a, chunk)
+            else:
+                _note_written(s, p, a, chunk)
             fetch_add(done, 1)
         _wait(done, count)
-
-
-@entry
-def note_written(s: Shape, p: Plan, a: Arena) -> None:
-    """Say in the headers of every sound row's last page that it holds one token more."""
-    for row in range(p.rows):
-        if flagged(a, row):
-            continue
-        start = load_word(p.starts + row * WORD)
-        logical = start // s.page_tokens
-        page = load_word(p.tables + (row * p.table_pages + logical) * WORD)
-        for layer in range(s.layers):
-            block = p.pool + (layer * s.pages + page) * s.block_bytes
-            # The algorithm's place is cleared with the digest: an appended page bears none.
-            store_word(block + 2 * WORD, start % s.page_tokens + 1)
-            store_word(block + 3 * WORD, 0)

@@ -7,32 +7,47 @@ It must not know how bytes travel or which grant a tag belongs to.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.cpu import compiled_code
 from kernels.digest import (
     ALGORITHM_WSUM32,
     METHOD_WSUM32,
     data_sums,
     range_digest,
     seal,
+    to_signed,
     to_unsigned,
 )
 from kernels.headers import (
     LOW_32,
     HeaderField,
     HeaderMismatch,
+    TagZeroError,
     check,
     stamp,
     tag_tensor,
 )
 from kernels.layout import (
     LayoutUnsupportedError,
+    PageLayout,
     PageMemory,
     contiguous_start,
     select_pages,
 )
+
+
+class PageListError(ValueError):
+    """A list of pages, positions or counts does not fit its memory: a caller's defect."""
+
+    def __init__(self, *, quantity: str, value: int, limit: int) -> None:
+        super().__init__(f"{quantity} of a page list is {value}, the limit is {limit}")
+        self.quantity = quantity
+        self.value = value
+        self.limit = limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +66,7 @@ class VerifyReport:
     method: str = METHOD_WSUM32
 
 
-def pack(
+def pack_plainly(
     source: PageMemory,
     source_pages: Tensor,
     destination: PageMemory,
@@ -75,12 +90,7 @@ def pack(
         TagZeroError: the tag is 0.
     """
     layout = source.layout
-    if destination.layout != layout:
-        raise LayoutUnsupportedError(
-            quantity="destination layout",
-            value=destination.layout.canonical(),
-            required=layout.canonical(),
-        )
+    _require_equal(layout, destination.layout)
     tags = tag_tensor(tag, slots.numel(), destination.words.device)
     if sums is None:
         sums = data_sums(source, source_pages, filled)
@@ -102,7 +112,7 @@ def pack(
     return range_digest(digests)
 
 
-def verify(
+def verify_plainly(
     memory: PageMemory,
     pages: Tensor,
     *,
@@ -122,6 +132,115 @@ def verify(
     report = check(memory, pages, tags, positions, filled)
     mismatch = report.first or _arrival_mismatch(memory, pages, filled, digests)
     return VerifyReport(checked=report.checked, digest=range_digest(digests), mismatch=mismatch)
+
+
+def pack(
+    source: PageMemory,
+    source_pages: Tensor,
+    destination: PageMemory,
+    slots: Tensor,
+    *,
+    tag: int,
+    positions: Tensor,
+    filled: Tensor,
+) -> int:
+    """As `pack_plainly`, in one pass over the blocks where they lie in a CPU's memory.
+
+    Raises:
+        LayoutUnsupportedError: source and destination differ in layout.
+        TagZeroError: the tag is 0.
+        PageListError: a list names a page outside its memory, or lists differ in length.
+    """
+    _require_equal(source.layout, destination.layout)
+    code = compiled_code(source.words, destination.words)
+    if code is None:
+        return pack_plainly(
+            source, source_pages, destination, slots, tag=tag, positions=positions, filled=filled
+        )
+    blocks, kept = _blocks(
+        source, source_pages, (destination, slots), tag=tag, positions=positions, filled=filled
+    )
+    digest = to_unsigned(code.pack(blocks))
+    del kept
+    return digest
+
+
+def verify(
+    memory: PageMemory, pages: Tensor, *, tag: int, positions: Tensor, filled: Tensor
+) -> VerifyReport:
+    """As `verify_plainly`, in one pass over the blocks where they lie in a CPU's memory.
+
+    Raises:
+        TagZeroError: the tag is 0.
+        PageListError: a list names a page outside the memory, or lists differ in length.
+    """
+    code = compiled_code(memory.words)
+    if code is None:
+        return verify_plainly(memory, pages, tag=tag, positions=positions, filled=filled)
+    blocks, kept = _blocks(memory, pages, None, tag=tag, positions=positions, filled=filled)
+    digest = torch.zeros(1, dtype=torch.int64)
+    bad = code.verify(blocks, digest.data_ptr())
+    del kept
+    if bad:
+        # Only the definition names what differs.
+        return verify_plainly(memory, pages, tag=tag, positions=positions, filled=filled)
+    checked = memory.layout.layers * pages.numel()
+    return VerifyReport(checked=checked, digest=to_unsigned(int(digest)), mismatch=None)
+
+
+def _require_equal(layout: PageLayout, other: PageLayout) -> None:
+    if other != layout:
+        raise LayoutUnsupportedError(
+            quantity="destination layout", value=other.canonical(), required=layout.canonical()
+        )
+
+
+def _blocks(
+    source: PageMemory,
+    pages: Tensor,
+    target: tuple[PageMemory, Tensor] | None,
+    *,
+    tag: int,
+    positions: Tensor,
+    filled: Tensor,
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """Lists and memories as addresses, and the tensors that must live while those are used."""
+    from kernels.cpu_pack import Blocks
+
+    if tag == 0:
+        raise TagZeroError
+    layout = source.layout
+    places = target or (source, pages)
+    kept = tuple(t.to(torch.int64).contiguous() for t in (pages, places[1], positions, filled))
+    for numbers, limit in zip(
+        kept, (source.pages, places[0].pages, 1 << 31, layout.page_tokens + 1), strict=True
+    ):
+        _require_within(numbers, limit=limit, count=kept[0].numel())
+    return Blocks(
+        layers=layout.layers,
+        page_tokens=layout.page_tokens,
+        row_bytes=layout.row_bytes,
+        block_bytes=layout.block_bytes,
+        entries=kept[0].numel(),
+        source=source.octets.data_ptr(),
+        source_memory_pages=source.pages,
+        source_pages=kept[0].data_ptr(),
+        target=places[0].octets.data_ptr(),
+        target_memory_pages=places[0].pages,
+        target_pages=kept[1].data_ptr(),
+        positions=kept[2].data_ptr(),
+        filled=kept[3].data_ptr(),
+        tag=to_signed(tag),
+        algorithm=ALGORITHM_WSUM32,
+    ), kept
+
+
+def _require_within(numbers: Tensor, *, limit: int, count: int) -> None:
+    if numbers.numel() != count:
+        raise PageListError(quantity="length", value=numbers.numel(), limit=count)
+    for value in numbers.tolist():
+        if not 0 <= value < limit:
+            raise PageListError(quantity="entry", value=value, limit=limit - 1)
 
 
 def _arrival_mismatch(

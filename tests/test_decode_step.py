@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +20,7 @@ from engine.paged import PagedBatch, SequenceSlice, SliceOutOfBoundsError
 from engine.pool import KVPool
 from engine.team import Team
 from engine.weights import load_model
+from kernels import cpu
 from kernels.headers import TagZeroError
 from kernels.layout import PageLayout
 from tests import greedy
@@ -271,17 +272,15 @@ def test_without_the_compiler_steps_are_plain(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An installation without numba decodes all the same, and says what is missing."""
-    usual = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "engine.compiled_step":
-            raise ModuleNotFoundError("no", name="numba")
-        return usual(name, *args, **kwargs)
-
+    cpu.load_compiled.cache_clear()
+    monkeypatch.setitem(sys.modules, "kernels.cpu_entry", None)
     room = Room(model, (3,))
-    monkeypatch.setattr(builtins, "__import__", without)
     steps = make_steps(model, room.pool, threads=1)
-    assert (steps.path, getattr(steps, "reason", "")) == ("plain", "numba is not installed")
+    assert (steps.path, getattr(steps, "reason", "")) == (
+        "plain",
+        "kernels.cpu_entry cannot be imported",
+    )
+    cpu.load_compiled.cache_clear()
 
 
 @pytest.mark.model

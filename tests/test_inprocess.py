@@ -82,7 +82,7 @@ def alone(
     while True:
         draw = sample(logits, [sampling], [len(tokens)])[0]
         tokens.append(draw.token)
-        logprobs.append(draw.logprob)
+        logprobs.append(0.0 if draw.logprob is None else draw.logprob)
         if len(logprobs) == sampling.max_new_tokens:
             return tokens[len(prompt) :], logprobs
         kv.owners = [0]

@@ -84,9 +84,10 @@ def test_greedy_takes_the_highest_and_the_lowest_id_among_equals() -> None:
 def test_the_logprob_is_of_the_models_own_distribution(temperature: float) -> None:
     """Neither temperature nor filters show in it."""
     logits = logits_of(8, 50)
-    params = [SamplingParams(temperature=temperature, top_k=5, top_p=0.9)] * 8
+    params = [SamplingParams(temperature=temperature, top_k=5, top_p=0.9, logprobs=True)] * 8
     expected = torch.log_softmax(logits.double(), dim=-1)
     for row, draw in enumerate(sample(logits, params, list(range(8)))):
+        assert draw.logprob is not None
         assert draw.logprob == pytest.approx(float(expected[row, draw.token]), abs=1e-9)
 
 
@@ -173,7 +174,7 @@ def test_a_draw_depends_on_nothing_but_seed_position_and_row(
 ) -> None:
     """Alone or anywhere in a batch of others, the token and its logprob are the same."""
     row = logits_of(1, 100, seed=1)
-    params = SamplingParams(temperature=1.3, top_p=0.9, seed=seed)
+    params = SamplingParams(temperature=1.3, top_p=0.9, seed=seed, logprobs=True)
     alone = sample(row, [params], [position])[0]
     others = logits_of(8, 100, seed=seed)
     others[place] = row[0]
@@ -214,7 +215,7 @@ def test_masked_tokens_are_never_drawn() -> None:
     row = torch.full((1, 9), -INFINITY)
     row[0, 4] = 1.0
     for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature)
+        params = SamplingParams(temperature=temperature, logprobs=True)
         assert sample(row, [params], [0]) == [Draw(token=4, logprob=0.0)]
 
 
@@ -223,6 +224,11 @@ def test_an_empty_batch_is_empty() -> None:
     assert sample(torch.zeros(0, 10), [], []) == []
     with pytest.raises(ValueError, match="1 rows, 0 parameters, 1 positions"):
         sample(torch.zeros(1, 10), [], [0])
-    assert math.isclose(
-        sample(torch.zeros(1, 10), [SamplingParams()], [0])[0].logprob, -math.log(10)
-    )
+
+
+def test_a_logprob_is_given_to_who_asks() -> None:
+    """It costs a pass over the row, so that a request without the wish has none."""
+    row = torch.zeros(1, 10)
+    assert sample(row, [SamplingParams()], [0]) == [Draw(token=0)]
+    (draw,) = sample(row, [SamplingParams(logprobs=True)], [0])
+    assert draw.logprob == pytest.approx(-math.log(10))

@@ -48,7 +48,9 @@ PURE_STDLIB = frozenset(
 LIFECYCLE_LIBRARIES = frozenset({"attr", "attrs"})
 # Kernels keep dataclasses, which torch and Triton understand, where the lifecycle has attrs.
 # Numba, and the instruction builder beneath it, compile the decode step on CPUs.
-KERNELS_LIBRARIES = frozenset({"torch", "triton", "numba", "llvmlite", "dataclasses", "contextlib"})
+KERNELS_LIBRARIES = frozenset(
+    {"torch", "triton", "numba", "llvmlite", "dataclasses", "contextlib", "importlib"}
+)
 
 FORBIDDEN_CALLS = frozenset(
     {"__import__", "breakpoint", "compile", "eval", "exec", "input", "open", "print"}

@@ -186,7 +186,7 @@ class DecodeOwner(Owner[DecodeCore]):
                 held = self._held[part.request] = _Held(part.attempt)
             held.tokens.append(token.token)
             held.texts.append(token.text)
-            logprobs = (token.logprob,) if _sampling(job).logprobs else ()
+            logprobs = () if token.logprob is None else (token.logprob,)
             held.logprobs += logprobs
             held.stop = token.stop
             self._send(
