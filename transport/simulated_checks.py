@@ -1,0 +1,139 @@
+"""What must hold of a simulated run at every moment and at its end.
+
+Owns: the oracles that compare the log, the engines' books, real bytes' holders and clients.
+Must not know: which fault led here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.prefill import PrefillCore
+from engine.world_values import Found
+from lifecycle.events import Finished
+from lifecycle.history import History
+from lifecycle.ids import mask_of
+from lifecycle.replay import replay
+from lifecycle.state import Phase, Settlement
+
+if TYPE_CHECKING:
+    from engine.decode import DecodeCore
+    from lifecycle.ids import Party
+    from transport.simulated_world import Deployment
+
+
+def books_agree(run: Deployment) -> None:
+    """What the log says is held is never free, and nothing is held twice."""
+    owner = run.scheduler.owner
+    for engine in run.engines.values():
+        core = engine.core
+        if core is None:
+            continue
+        held = _held(core)
+        if held.bit_count() != core.allocator.held:
+            raise Found("conservation", f"{core.party} holds {held:b}, {core.allocator.free} free")
+        if owner is None or engine.shell is None or engine.shell.hung:
+            continue
+        account = owner.core.log.ledger.get(core.party)
+        if account is not None and (account.held | account.quarantined) & ~held:
+            raise Found("freed-but-held", f"{core.party} gave back what the log says is held")
+
+
+def _held(core: PrefillCore | DecodeCore) -> int:
+    held = 0
+    for holding in core.holdings.values():
+        pages = mask_of(holding.reserved.pages)
+        if held & pages:
+            raise Found("two-owners", f"{core.party} granted a page twice")
+        held |= pages
+    return held
+
+
+def resting(run: Deployment) -> bool:
+    """Whether nobody waits for anything, and everybody is connected."""
+    owner = run.scheduler.owner
+    if owner is None or not owner.settled or owner.journal.waiting:
+        return False
+    if owner.journal.durable < owner.journal.appended:
+        return False
+    if any(client.end is None for client in run.clients):
+        return False
+    for engine in run.engines.values():
+        shell = engine.shell
+        if shell is None or not shell.owner.idle or not shell.control.welcomed:
+            return False
+        if shell.owner.core.position < owner.core.position and shell.owner.core.syncing:
+            return False
+    return not any(flight.pieces for flight in run.wires.flights)
+
+
+def at_rest(run: Deployment) -> None:
+    """The end: the log is clean, pages are home or quarantined with a cause, answers are true."""
+    owner = run.scheduler.owner
+    assert owner is not None, "a run rests under a living scheduler"
+    stored = [(one.position, one.entry) for one in run.scheduler.store.tail(1)]
+    report = replay(stored)
+    for finding in report.findings:
+        violation = finding.violation
+        raise Found("replay", f"{violation.guard}: {violation.message}", rule=violation.rule)
+    fresh = History()
+    for _, entry in stored:
+        fresh.apply(entry)
+    log = owner.core.log
+    live = {name: state for name, state in fresh.requests.items() if name in log.requests}
+    if live != log.requests or fresh.ledger != log.ledger or fresh.fleet != log.fleet:
+        raise Found("replay-differs", "the replayed log is not the live state")
+    for state in fresh.requests.values():
+        if state.phase not in {Phase.CLOSED, Phase.REJECTED}:
+            raise Found("not-closed", f"{state.request} rests in {state.phase.value}")
+    _all_home(run, fresh)
+    _answered(run, fresh)
+
+
+def _all_home(run: Deployment, fresh: History) -> None:
+    quarantined: dict[Party, int] = {}
+    for state in fresh.requests.values():
+        for grant in state.grants:
+            if grant.settlement is Settlement.QUARANTINED:
+                if grant.quarantine is None:
+                    raise Found("leak", f"{grant.id} is in quarantine without a cause")
+                owner = grant.id.owner
+                mask = mask_of(grant.reserved.pages)
+                quarantined[owner] = quarantined.get(owner, 0) | mask
+    for engine in run.engines.values():
+        core = engine.core
+        assert core is not None, "a run rests with every engine alive"
+        account, held = fresh.ledger[core.party], _held(core)
+        if account.held or account.booked or account.quarantined != held:
+            raise Found(
+                "leak",
+                f"{core.party}: log {account.held:b} held, {account.quarantined:b} quarantined, "
+                f"{account.booked} booked; engine {held:b}",
+                rule="conservation",
+            )
+        if held & ~quarantined.get(core.party, 0):
+            raise Found("leak", f"{core.party} keeps {held:b} that no grant in quarantine has")
+        run.sometimes["pages-left-in-quarantine"] += bool(held)
+        if core.outstanding or core.jobs:
+            raise Found("leak", f"{core.party} keeps {core.outstanding or core.jobs}")
+        if isinstance(core, PrefillCore) and core.staging.held != core.staging_held:
+            raise Found("leak", f"{core.party} keeps staging")
+
+
+def _answered(run: Deployment, fresh: History) -> None:
+    for client in run.clients:
+        run.sometimes["client-" + str(client.end)] += 1
+        if client.end != "finished" or client.request is None:
+            continue
+        state = fresh.requests.get(client.request)
+        if state is None or not isinstance(state.outcome, Finished):
+            raise Found(
+                "answer-before-durable", f"{client.request} was told a success that is not logged"
+            )
+    if run.plan.calm:
+        for client in run.clients:
+            # A retry that comes after the answer is told that the key has been used.
+            if client.end not in {"finished", "REQUEST_ID_REUSED"}:
+                raise Found(
+                    "failed-for-nothing", f"client {client.wish.number} ended with {client.end}"
+                )
