@@ -45,6 +45,7 @@ def fuzz(
     mutants: Switch = False,
     trials: int = 20,
     exhaustive: Switch = False,
+    simulate: Switch = False,
     replay: Path | None = None,
     corpus: Path | None = None,
     adapter: str = "",
@@ -73,6 +74,8 @@ def fuzz(
         With --mutants: from how many seeds each is hunted.
     exhaustive
         Visit every state of some smaller worlds instead.
+    simulate
+        Run whole deployments of the real shells on a virtual clock, under faults, instead.
     replay
         Replay this trace, as `custody replay` does.
     corpus
@@ -86,8 +89,8 @@ def fuzz(
         Print one JSON document.
     """
     _check(names, seconds, runs, jobs, trials, mutants=mutants)
-    if sum((mutants, exhaustive, replay is not None, bool(adapter))) > 1:
-        raise UsageError("only one of --mutants, --exhaustive, --replay and --adapter")
+    if sum((mutants, exhaustive, simulate, replay is not None, bool(adapter))) > 1:
+        raise UsageError("only one of --mutants, --exhaustive, --simulate, --replay and --adapter")
     if replay is not None:
         from transport.fuzz_replay import replay_trace
 
@@ -97,6 +100,10 @@ def fuzz(
         return _hunt(names, trials, seed or 0, runs, jobs, corpus, junit, json=json)
     if exhaustive:
         return _exhaust(corpus, junit, json=json)
+    if simulate:
+        from transport.commands_simulate import fuzz_simulated
+
+        return fuzz_simulated(first, seconds=seconds, runs=runs, jobs=jobs, json=json)
     from transport.fuzz_values import PROFILES, Settings
 
     if seconds is None and runs is None:

@@ -23,6 +23,7 @@ from transport.commands_shared import (
 if TYPE_CHECKING:
     from engine.simulator_report import Spread, Summary
     from engine.simulator_values import Cluster
+    from transport.simulate_search import Outcome, Report
 
 Preset = Literal[
     "incident-8k",
@@ -186,3 +187,77 @@ def _row(name: str, spread: Spread) -> str:
         f"  {name:<22}{spread.median:>10.4f}  {spread.p90:>10.4f}  {spread.p99:>10.4f}  "
         f"{spread.count:>10,}"
     )
+
+
+# --- searching --------------------------------------------------------------------------------
+
+SECONDS = 10.0
+
+
+def fuzz_simulated(
+    seed: int, *, seconds: float | None, runs: int | None, jobs: int, json: bool
+) -> int:
+    """Run simulated deployments from that seed on; exits 0 nothing, 1 found."""
+    from transport.simulate_search import reduce_plan, search
+
+    if seconds is None and runs is None:
+        seconds = SECONDS
+    report = search(seed, runs=runs, seconds=seconds, jobs=jobs, progress=lambda _report: None)
+    small = None if report.found is None else reduce_plan(report.found)
+    if json:
+        say_json(_search_value(report, small))
+        return EXIT_OK if small is None else EXIT_FAILED
+    if small is not None:
+        say(f"{small.name}: {small.message}")
+        if small.rule:
+            say(f"rule: {small.rule}")
+        for fault in small.plan.faults:
+            say(
+                f"fault: {fault.kind} {fault.target} at {fault.time_ns / 1e9:.4f} s "
+                f"for {fault.length_ns / 1e9:.4f} s"
+            )
+        say(f"clients: {', '.join(str(wish.number) for wish in small.plan.wishes)}")
+        say(f"again:  custody fuzz --simulate --seed {small.plan.seed} --runs 1")
+        say(f"file:   {_write_log(small)}")
+    say(
+        f"seed {seed}: {report.runs} runs, {report.requests:,} requests, "
+        f"{report.entries:,} log entries, {report.virtual_s:,.0f} virtual seconds, "
+        f"{report.cpu_s:.1f} CPU seconds, {report.requests_per_cpu_s:.0f} requests a CPU second"
+    )
+    say("found" if small is not None else "nothing found")
+    return EXIT_OK if small is None else EXIT_FAILED
+
+
+def _write_log(small: Outcome) -> Path:
+    folder = Path("fuzz-findings")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"simulated-{small.plan.seed}.jsonl"
+    path.write_text(small.text(), encoding="utf-8")
+    return path
+
+
+def _search_value(report: Report, small: Outcome | None) -> dict[str, Any]:
+    import attrs
+
+    value: dict[str, Any] = {
+        "seed": report.seed,
+        "runs": report.runs,
+        "requests": report.requests,
+        "entries": report.entries,
+        "virtual_s": round(report.virtual_s, 3),
+        "cpu_s": round(report.cpu_s, 3),
+        "requests_per_cpu_s": round(report.requests_per_cpu_s, 1),
+        "reached": dict(sorted(report.sometimes.items())),
+        "found": None,
+    }
+    if small is not None:
+        value["found"] = {
+            "seed": small.plan.seed,
+            "name": small.name,
+            "message": small.message,
+            "rule": small.rule,
+            "faults": [attrs.asdict(fault) for fault in small.plan.faults],
+            "clients": [wish.number for wish in small.plan.wishes],
+            "log": str(_write_log(small)),
+        }
+    return value

@@ -81,6 +81,14 @@ class Deployment:
         )
         self.clock.after(self.chance.randrange(1, 20 * MILLISECOND), engine.start)
 
+    def close(self) -> None:
+        """Let go of what the parts hold."""
+        if self.scheduler.owner is not None:
+            self.scheduler.owner.close()
+        for engine in self.engines.values():
+            if engine.shell is not None:
+                engine.shell.end()
+
     # --- the run ------------------------------------------------------------------------------
 
     def run(self) -> None:
