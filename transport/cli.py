@@ -67,6 +67,7 @@ for verb in (
     commands_forensics.replay,
     commands_forensics.exposures,
     commands_forensics.explain,
+    commands_forensics.timeline,
     commands_metrics.metrics,
     commands_fuzz.fuzz,
     commands_simulate.simulate,

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 From = Annotated[int | None, Parameter(name="--from")]
 """The first position that is looked at."""
+Requests = Annotated[tuple[str, ...], Parameter(negative="")]
+"""Requests that are looked at alone."""
 HASH_BYTES = 32
 
 
@@ -141,7 +143,7 @@ def replay(
     from transport import replay_text
 
     with opened(file) as capture:
-        replayer = Replayer(foreign=capture.foreign)
+        replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
         _replayed(capture, replayer, at)
         if at is not None:
             if json:
@@ -174,7 +176,8 @@ def replay(
 
 
 def _replayed(capture: Capture, replayer: Replayer, at: int | None) -> None:
-    gaps = 0
+    # A snapshot stands for what was dropped.
+    gaps = 0 if capture.snapshot is None else len(capture.missing)
     for position, entry in capture:
         if at is not None and position > at:
             return
@@ -240,6 +243,69 @@ def explain(
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
 
 
+def timeline(
+    log: Path,
+    /,
+    *,
+    output: Path = Path("timeline.html"),
+    perfetto: Path | None = None,
+    request: Requests = (),
+    limit: int = 10_000,
+    json: Json = False,
+) -> int:
+    """Draw a log as one HTML file that needs no network, and as a Perfetto trace if wanted.
+
+    Parameters
+    ----------
+    log
+        A folder of segments, one segment, or JSON Lines, also of another system;
+        "-" reads JSON Lines from standard input.
+    output
+        The HTML file.
+    perfetto
+        A file for Perfetto's viewer, with flow arrows from prefill to decode.
+    request
+        Draw only this request; may be given several times.
+    limit
+        Most entries to draw; the requests with findings come first.
+    json
+        Print one JSON document about what was written.
+    """
+    if limit < 1:
+        raise UsageError(f"--limit {limit}: at least one entry must be drawn")
+    from transport import timeline as pages
+    from transport import timeline_story
+
+    with opened(log) as capture:
+        drawn = timeline_story.read(capture, title=log.name, wanted=request, most=limit)
+        for name in request:
+            if name not in drawn.known:
+                from transport.explain import near
+
+                raise UnknownRequest(name, near(name, drawn.known))
+        html = pages.page(drawn.document)
+        output.write_text(html, encoding="utf-8")
+        if perfetto is not None:
+            from transport.perfetto import perfetto as trace_of
+
+            perfetto.write_bytes(trace_of(drawn.shown, drawn.found))
+        if json:
+            written = {
+                "output": str(output),
+                "perfetto": None if perfetto is None else str(perfetto),
+                "bytes": len(html.encode()),
+                "entries": drawn.total,
+                "drawn": len(drawn.shown),
+                "complete": capture.whole,
+            }
+            say_json(written)
+        else:
+            say(f"{len(drawn.shown)} of {drawn.total} entries drawn in {output}")
+            if perfetto is not None:
+                say(f"the same as a Perfetto trace in {perfetto}")
+        return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
 @contextmanager
 def _log_or_scheduler(log: Path | None, scheduler: str, door: CallSettings) -> Iterator[Capture]:
     if log is not None:
@@ -248,7 +314,7 @@ def _log_or_scheduler(log: Path | None, scheduler: str, door: CallSettings) -> I
         return
     from transport.forensics_read import LiveCapture
 
-    with connect(scheduler, door) as client, closing(client.tail(1)) as entries:
+    with connect(scheduler, door) as client, closing(client.tail()) as entries:
         yield LiveCapture(entries)
 
 

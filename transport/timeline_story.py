@@ -1,0 +1,56 @@
+"""From a log to what a timeline shows: judged whole, then cut to what can be drawn.
+
+Owns: the one reading of the log, and the sentences above the drawing.
+Must not know: the page, or the trace format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from lifecycle.forensics_exposures import Inquiry
+from lifecycle.forensics_sums import summed
+from lifecycle.forensics_values import Exposures
+from lifecycle.replay import Replayer
+from transport.forensics_read import Capture
+from transport.forensics_text import exposure_lines
+from transport.timeline_model import EVENTS_MAX, Model, Positioned, choose
+
+SUMMARY_LINES = 12
+
+
+@attrs.frozen
+class Drawn:
+    """A timeline's content, and the entries in it."""
+
+    document: dict[str, Any]
+    shown: list[Positioned]
+    found: Exposures
+    known: frozenset[str]
+    total: int
+
+
+def read(
+    capture: Capture, *, title: str, wanted: Iterable[str] = (), most: int = EVENTS_MAX
+) -> Drawn:
+    """Read and judge the whole log, and choose what is drawn."""
+    inquiry = Inquiry(from_the_beginning=capture.claims_whole)
+    replayer = Replayer(foreign=capture.foreign)
+    entries: list[Positioned] = []
+    for position, entry in capture:
+        inquiry.take(position, entry)
+        replayer.take(position, entry)
+        entries.append((position, entry))
+    found = summed(
+        inquiry, missing=capture.gaps(), unknown=len(capture.unknown), whole=capture.whole
+    )
+    report = replayer.report(whole=capture.whole)
+    shown = choose(entries, found, report, wanted=wanted, most=most)
+    summary = list(exposure_lines(capture, found, reads=False))[:SUMMARY_LINES]
+    summary += [f"{count} requests broke the rule {rule} first" for rule, count in report.by_rule]
+    model = Model(shown, found, report)
+    document = model.document(title=f"Timeline of {title}", summary=summary, total=len(entries))
+    return Drawn(document, shown, found, frozenset(inquiry.stories), len(entries))
