@@ -187,6 +187,7 @@ def test_a_lost_life_takes_its_pages_along() -> None:
     log.add(Lost(hand.DECODE.engine, 1, LostCause.LEASE), request=FLEET)
     tally = tally_of(log.entries)
     assert tally.quarantine == {}
+    assert tally._history.requests == {}
     assert value(tally, metrics.LOSSES, "lease") == 1
     assert value(tally, metrics.ENGINES, "decode", "attached") == 0
     pages = next(f for f in tally.families() if f.metric == metrics.ENGINE_PAGES)
