@@ -25,6 +25,7 @@ from engine.paged import SequenceSlice
 from engine.pool import KVPool
 from engine.runner import Life, NewToken, StepResult, isolation_failure, page_runs
 from engine.sampler import Draw, NonFiniteLogits, SamplingParams, sample
+from engine.scrubber import Scrubber, weight_bytes
 from engine.tokenizer import Tokenizer, UnknownToken
 from kernels.digest import METHOD_WSUM32
 from kernels.headers import HeaderMismatch
@@ -85,6 +86,7 @@ class DecodeRunner:
         self.steps = 0
         self._clock = clock
         self._digest = digest
+        self.scrubber = Scrubber(pool, step_bytes=weight_bytes(model))
         self._answers: dict[Life, _Answer] = {}
 
     @cached_property
@@ -138,6 +140,8 @@ class DecodeRunner:
         sequences = [SequenceSlice(page_runs(p.pages), tuple(p.tags), p.position, 1) for p in parts]
         inputs = [_input(part, answer) for part, answer in zip(parts, answers, strict=True)]
         logits, mismatches = attrs.astuple(self.compute.run(inputs, sequences), recurse=False)
+        lives = [(part.request, part.attempt) for part in parts]
+        mismatches = self.scrubber.after_step(lives, sequences, mismatches)
         self.steps += 1
         failed = {
             parts[n].request: self._isolated(parts[n], mismatch)
@@ -158,6 +162,7 @@ class DecodeRunner:
         """Drop what is kept for a request."""
         for life in [life for life in self._answers if life[0] == request]:
             del self._answers[life]
+            self.scrubber.forget(life)
 
     # --- one request --------------------------------------------------------------------------
 

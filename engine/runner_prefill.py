@@ -15,6 +15,7 @@ from engine.model import Model
 from engine.paged import PagedBatch, SequenceSlice
 from engine.pool import KVPool
 from engine.runner import Life, Packed, copy_plan, isolation_failure, page_runs
+from engine.scrubber import Scrubber, weight_bytes
 from kernels.layout import PageMemory
 from lifecycle.events import Failed
 from lifecycle.ids import RequestId, count_pages
@@ -32,6 +33,7 @@ class PrefillRunner:
         self.staging = staging
         self.prompt_tokens_computed = 0
         self.steps = 0
+        self.scrubber = Scrubber(pool, step_bytes=weight_bytes(model))
         self._tags: dict[Life, int] = {}
 
     def open(self, part: PrefillSlice) -> None:
@@ -52,13 +54,10 @@ class PrefillRunner:
         for part in parts:
             if part.start == 0:
                 self.open(part)
-        batch = PagedBatch(
-            self.pool,
-            [
-                SequenceSlice(page_runs(part.pages), part.tag, part.start, part.count)
-                for part in parts
-            ],
-        )
+        sequences = [
+            SequenceSlice(page_runs(part.pages), part.tag, part.start, part.count) for part in parts
+        ]
+        batch = PagedBatch(self.pool, sequences)
         tokens: list[int] = []
         positions: list[int] = []
         for part in parts:
@@ -66,7 +65,8 @@ class PrefillRunner:
             positions += range(part.start, part.start + part.count)
         batch.begin_step()
         self.model.fill(torch.tensor(tokens), torch.tensor(positions), batch)
-        mismatches = batch.end_step()
+        lives = [(part.request, part.attempt) for part in parts]
+        mismatches = self.scrubber.after_step(lives, sequences, batch.end_step())
         self.steps += 1
         self.prompt_tokens_computed += sum(
             part.count for number, part in enumerate(parts) if number not in mismatches
@@ -112,3 +112,4 @@ class PrefillRunner:
         """Drop what is kept for a request."""
         for life in [life for life in self._tags if life[0] == request]:
             del self._tags[life]
+            self.scrubber.forget(life)

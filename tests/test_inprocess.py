@@ -11,6 +11,7 @@ import torch
 from engine.model import Model
 from engine.pool import KVPool
 from engine.sampler import SamplingParams, sample
+from engine.scrubber import Scrubber
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import load_model
 from lifecycle.events import (
@@ -31,6 +32,7 @@ from lifecycle.state import Phase
 from tests.inprocess import DECODE, PREFILL, Deployment
 from tests.test_model import ContiguousKV, some_tokens
 from tests.tiny import tiny_llama
+from transport import refusals
 
 PAGE = 8
 LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + 1, 61]
@@ -193,6 +195,30 @@ def test_a_page_that_changes_hands_while_decoding_gives_no_token(
     assert len(client.tokens) <= 6
     assert other.tokens == alone(model, prompt_of(21, model), params())[0]
     assert deployment.decode.runner.tokens_sampled > before
+
+
+def test_an_altered_page_ends_its_request(model: Model, tokenizer: Tokenizer) -> None:
+    """A word that changes inside a live page, under a right header, ends that request alone."""
+    deployment = Deployment(model, tokenizer, decode_pages=40)
+    runner = deployment.decode.runner
+    runner.scrubber = Scrubber(deployment.decode.pool, step_bytes=0, share=1.0)
+    client = deployment.ask(prompt_of(40, model), params(60))
+    other = deployment.ask(prompt_of(21, model), params())
+    deployment.run(until=lambda: len(client.tokens) == 5)
+    assert runner.scrubber.pages_looked_at > 0
+    page = deployment.pages_of(client)[0][0]
+    told = len(client.tokens)
+    deployment.decode.pool.memory.data[1, page, 77] ^= 1 << 20
+    deployment.run()
+    assert isinstance(client.outcome, Aborted)
+    assert client.outcome.cause is Cause.ISOLATION_VIOLATION
+    assert client.outcome.page == page
+    refusal = refusals.aborted(
+        deployment.request_of(client), client.outcome, attempts=1, tokens=len(client.tokens)
+    )
+    assert refusal.reason == "KV_ISOLATION_VIOLATION"
+    assert told <= len(client.tokens) < 60
+    assert other.tokens == alone(model, prompt_of(21, model), params())[0]
 
 
 def test_growth_over_several_grants_reads_as_one_sequence(
