@@ -154,10 +154,10 @@ class KVPool:
         self.counters = PoolCounters()
 
     @classmethod
-    def allocate(cls, layout: PageLayout, pages: int) -> KVPool:
-        """A pool over private memory that nobody else can write."""
+    def allocate(cls, layout: PageLayout, pages: int, device: torch.device | None = None) -> KVPool:
+        """A pool over private memory that nobody else can write, on a CPU or another device."""
         pool = cls.__new__(cls)
-        pool.memory = PageMemory.allocate(layout, pages)
+        pool.memory = PageMemory.allocate(layout, pages, device)
         pool.counters = PoolCounters()
         return pool
 
@@ -183,8 +183,8 @@ class KVPool:
         headers.stamp(
             self.memory,
             pages,
-            tags=tag_tensor(tag, pages.numel()),
-            positions=first_position + torch.arange(pages.numel()),
+            tags=tag_tensor(tag, pages.numel(), pages.device),
+            positions=first_position + torch.arange(pages.numel(), device=pages.device),
             filled=torch.zeros_like(pages),
         )
 
@@ -199,9 +199,9 @@ class KVPool:
         report = headers.check(
             self.memory,
             pages,
-            tag_tensor(tag, pages.numel()),
-            first_position + torch.arange(pages.numel()),
-            filled_counts(self.layout, pages.numel(), tokens),
+            tag_tensor(tag, pages.numel(), pages.device),
+            first_position + torch.arange(pages.numel(), device=pages.device),
+            filled_counts(self.layout, pages.numel(), tokens, pages.device),
         )
         self.counters.reads_checked += report.checked
         self.counters.mismatches += bool(report.mismatches)
@@ -227,10 +227,10 @@ class KVPool:
             self.memory,
             pages,
             staging,
-            torch.tensor(pages_of(slots)),
+            self._pages(slots),
             tag=tag,
-            positions=first_position + torch.arange(pages.numel()),
-            filled=filled_counts(self.layout, pages.numel(), tokens),
+            positions=first_position + torch.arange(pages.numel(), device=pages.device),
+            filled=filled_counts(self.layout, pages.numel(), tokens, pages.device),
         )
 
     def verify(
@@ -242,17 +242,20 @@ class KVPool:
             self.memory,
             pages,
             tag=tag,
-            positions=first_position + torch.arange(pages.numel()),
-            filled=filled_counts(self.layout, pages.numel(), tokens),
+            positions=first_position + torch.arange(pages.numel(), device=pages.device),
+            filled=filled_counts(self.layout, pages.numel(), tokens, pages.device),
         )
         self.counters.mismatches += report.mismatch is not None
         return report
 
     def _pages(self, runs: Sequence[PageRun]) -> Tensor:
-        return torch.tensor(pages_of(runs), dtype=torch.int64)
+        device = self.memory.octets.device
+        return torch.tensor(pages_of(runs), dtype=torch.int64, device=device)
 
 
-def filled_counts(layout: PageLayout, pages: int, tokens: int) -> Tensor:
+def filled_counts(
+    layout: PageLayout, pages: int, tokens: int, device: torch.device | None = None
+) -> Tensor:
     """int64 `[pages]`: tokens in each of the pages that `tokens` tokens fill in order."""
-    first = torch.arange(pages) * layout.page_tokens
+    first = torch.arange(pages, device=device) * layout.page_tokens
     return (tokens - first).clamp_(0, layout.page_tokens)

@@ -233,9 +233,12 @@ class PageMemory:
         )
 
     @classmethod
-    def allocate(cls, layout: PageLayout, pages: int) -> PageMemory:
-        """Fresh private memory, not cleared, for staging and for tests."""
-        octets = torch.empty(pages * layout.page_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
+    def allocate(
+        cls, layout: PageLayout, pages: int, device: torch.device | None = None
+    ) -> PageMemory:
+        """Fresh private memory, not cleared, for staging, for pools on a GPU, and for tests."""
+        size = pages * layout.page_bytes + ALIGNMENT_BYTES
+        octets = torch.empty(size, dtype=torch.uint8, device=device)
         skip = -octets.data_ptr() % ALIGNMENT_BYTES
         return cls.over(octets[skip:], layout, pages)
 
