@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import attrs
+import grpc
 import pytest
 
 from engine.store import PositionOutOfRange, Stored, StoreDamaged
@@ -16,6 +21,10 @@ from lifecycle.replay import Replayer
 from lifecycle.snapshot import Snapshot, restore
 from lifecycle.state import Phase
 from tests.driver import DECODE, PREFILL, Driver, Sizes
+from tests.serving import Deployment, ask, deployment
+from tests.tiny import tiny_llama
+from transport import cli, scheduler_shell
+from transport.pb import admin_pb2, generation_pb2, log_pb2
 from transport.stores import segment_files
 from transport.stores.disk import Disk
 from transport.stores.retention import Retention, count_to_drop, fold
@@ -48,6 +57,10 @@ def eventful() -> Driver:
     return driver
 
 
+def _granted_twice(driver: Driver, request: RequestId) -> bool:
+    return "Reserved" in driver.events(request)[2:]
+
+
 def quarantined() -> Driver:
     """A writer that is lost and cannot be shut out: the owner lives on without some pages."""
     driver = Driver(Sizes(pages=24, fence_scope=FenceScope.NONE)).pair().run()
@@ -55,7 +68,7 @@ def quarantined() -> Driver:
         driver.submit(7, 10)
         driver.run()
         request = driver.submit(7, 10)
-        driver.run_until(lambda request=request: "Reserved" in driver.events(request)[2:])
+        driver.run_until(partial(_granted_twice, driver, request))
         prefill = next(p for p in driver.cores if p.engine == PREFILL.engine)
         driver.kill(prefill)
         driver.run()
@@ -394,3 +407,79 @@ def test_the_rest_is_judged_from_the_snapshot_on(driver: Driver) -> None:
     violation = twice.take(*log[release - 1])
     assert violation is not None
     assert [e for _, e in log if isinstance(e.event, Finished)]
+
+
+# --- the scheduler ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model; the scheduler reads its configuration and tokenizer only."""
+    return tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+async def answer(here: Deployment) -> str:
+    """The id of a request that was answered whole."""
+    wanted = generation_pb2.CompleteRequest(generation=ask())
+    return str((await here.generation.Complete(wanted)).admission.request_id)
+
+
+@pytest.mark.anyio
+async def test_a_scheduler_starts_from_a_snapshot_and_says_what_is_missing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines come back, requests are served, and the log names where it begins."""
+    folder = tmp_path / "log"
+    async with deployment(model, store=SegmentStore(folder, segment_bytes=2000)) as first:
+        old = [await answer(first) for _ in range(8)]
+        await first.tail_until(*["released"] * 2, request=old[-1])
+    store = SegmentStore(folder, segment_bytes=2000)
+    log = [(s.position, s.entry) for s in store.tail(1)]
+    assert store.retain(bytes_max=4000, before_ns=None, keep=keep_open(log)) > 0
+    begins = store.first_position
+    async with deployment(model, store=store, engines=False) as here:
+        for engine in (first.prefill, first.decode):
+            engine.refused, engine.synced, engine.address = None, anyio.Event(), here.address
+            here.tasks.start_soon(engine.run)
+            await engine.synced.wait()
+        new = await answer(here)
+        await here.tail_until(*["released"] * 2, request=new)
+        status = await here.admin.GetStatus(admin_pb2.GetStatusRequest())
+        assert status.log_first_position == begins
+        assert all(e.ranks[0].pages.free == e.ranks[0].pages.capacity for e in status.engines)
+        listed = await here.log.ListRequests(log_pb2.ListRequestsRequest())
+        names = [one.request_id for one in listed.requests]
+        assert new in names
+        assert old[0] not in names
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await here.log.Tail(log_pb2.TailRequest(from_position=1)).read()
+        assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+        assert str(begins) in str(caught.value.details())
+    capsys.readouterr()
+    assert await anyio.to_thread.run_sync(cli.run, ("replay", str(folder))) == 5
+    said = capsys.readouterr().out
+    assert f"1 to {begins - 1}" in said
+    assert "in a snapshot" in said
+    assert await anyio.to_thread.run_sync(cli.run, ("replay", str(folder), "--json")) == 5
+    assert json.loads(capsys.readouterr().out)["violations"] == []
+
+
+@pytest.mark.anyio
+async def test_the_oldest_is_dropped_while_requests_come_and_go(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log stays small, nobody notices, and another life starts from what is left."""
+    monkeypatch.setattr(scheduler_shell, "RETAIN_SECONDS", 0.02)
+    store = SegmentStore(tmp_path / "log", segment_bytes=2000)
+    async with deployment(model, store=store, retain="6KiB") as here:
+        for _ in range(25):
+            await answer(here)
+        while store.first_position == 1:
+            await answer(here)
+    sizes = [path.stat().st_size for path in segment_files.segment_paths(tmp_path / "log")]
+    assert sum(sizes) < store.last_position * 100
+    assert store.first_position > store.last_position // 2
+    again = SegmentStore(tmp_path / "log")
+    rest = [(s.position, s.entry) for s in again.tail(again.first_position)]
+    assert state_of(rest, start=again.snapshot).ledger
+    again.close()

@@ -175,8 +175,11 @@ class Client:
             if not token:
                 return
 
-    def tail(self, position: int = 1, *, follow: bool = False) -> Generator[Stored, None, None]:
-        """Entries from this position to the present end, or on and on when they are followed."""
+    def tail(self, position: int = 0, *, follow: bool = False) -> Generator[Stored, None, None]:
+        """Entries from this position to the present end, or on and on when they are followed.
+
+        0 begins where the log does.
+        """
         with self._translated():
             wanted = log_pb2.TailRequest(from_position=position, follow=follow)
             call = self._log.Tail(wanted, metadata=self._dial.metadata())

@@ -115,7 +115,7 @@ def _in_phase(
 @log_app.command
 def tail(
     *,
-    position: Annotated[int, Parameter(name="--from")] = 1,
+    position: Annotated[int | None, Parameter(name="--from")] = None,
     follow: Switch = False,
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
     door: Door = CALL,
@@ -126,7 +126,7 @@ def tail(
     Parameters
     ----------
     position
-        The first position to print.
+        The first position to print; where the log begins if absent.
     follow
         Wait for more at the end, until interrupted.
     scheduler
@@ -136,11 +136,11 @@ def tail(
     """
     from transport import jsonlines, render
 
-    if position < 1:
+    if position is not None and position < 1:
         raise UsageError(f"--from {position}: positions begin at 1")
     with (
         connect(scheduler, door) as client,
-        closing(client.tail(position, follow=follow)) as entries,
+        closing(client.tail(position or 0, follow=follow)) as entries,
     ):
         for one in entries:
             if json:
@@ -240,7 +240,7 @@ def _whole(
     """All entries that are to be had, and whether nothing is missing."""
     if log is None:
         with connect(scheduler, door) as client:
-            entries = tuple(client.tail(1))
+            entries = tuple(client.tail())
         return entries, not entries or entries[0].position == 1
     from transport.jsonlines import read_log
 

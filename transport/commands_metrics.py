@@ -69,9 +69,9 @@ def _of_log(file: Path) -> tuple[str, int]:
     from transport.commands_forensics import opened
     from transport.metrics_text import exposition
 
-    tally = Tally()
     with opened(file) as capture:
-        replayer = Replayer(foreign=capture.foreign)
+        replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
+        tally = Tally(replayer.history)
         for position, entry in capture:
             legal = replayer.take(position, entry) is None
             # What another system did is counted as it stands.

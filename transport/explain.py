@@ -82,7 +82,7 @@ class NotInLog(Exception):
 def explain(request: RequestId, capture: Capture) -> Explanation:
     """Read a whole log for the sake of one request.  Raises `NotInLog`."""
     inquiry = Inquiry(from_the_beginning=capture.claims_whole)
-    replayer = Replayer(foreign=capture.foreign)
+    replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
     own: list[tuple[int, Entry]] = []
     for position, entry in capture:
         inquiry.take(position, entry)

@@ -17,6 +17,7 @@ from typing import IO, Any
 from engine.store import Stored, StoreDamaged
 from lifecycle.events import Entry
 from lifecycle.forensics_values import Missing
+from lifecycle.snapshot import Snapshot
 from transport import codec, jsonlines
 from transport.codec_values import MalformedRecord
 from transport.forensics_chain import Problem, Survey, Wrong
@@ -46,6 +47,7 @@ class Capture:
         self.problems: list[Problem] = []
         self.head: bytes | None = None
         self.expected_head: bytes | None = None
+        self.snapshot: Snapshot | None = None
         self._next = 1
         self._last_ns = 0
 
@@ -99,6 +101,12 @@ class SegmentCapture(Capture):
             self._next = _first_position(survey.paths[0])
             if self._next > 1:
                 self.missing.append(Missing(1, self._next - 1, "before the first segment"))
+
+    def begin_behind(self, snapshot: Snapshot) -> None:
+        """What is missing at the beginning was dropped, and this stands for it."""
+        kept = f"dropped; {len(snapshot.entries)} of its entries are in a snapshot"
+        self.missing = [Missing(1, snapshot.position, kept)]
+        self.snapshot = snapshot
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
         for batch in self.survey.batches():
@@ -187,10 +195,11 @@ def open_capture(path: Path, stack: ExitStack) -> Capture:
     """
     try:
         if path.is_dir():
-            paths = segment_files.segment_paths(path)
-            if not paths:
-                raise UnreadableLog(0, f"{path} holds no segment")
-            return SegmentCapture(Survey(paths), alone=True, begins=_begins(paths[0]))
+            paths, kept = jsonlines.segments_and_snapshot(path)
+            capture = SegmentCapture(Survey(paths), alone=True, begins=_begins(paths[0]))
+            if kept is not None:
+                capture.begin_behind(kept.snapshot)
+            return capture
         if segment_files.is_segment(path):
             siblings = segment_files.segment_paths(path.parent)
             alone = siblings in ([], [path])

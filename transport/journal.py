@@ -23,6 +23,7 @@ import structlog
 from engine.effects import Append
 from engine.store import Append as StoreAppend
 from engine.store import EventStore, StoreUnavailable
+from lifecycle.snapshot import Snapshot, restore
 from lifecycle.tally import Tally
 from transport.log_index import LogIndex
 
@@ -84,6 +85,12 @@ class Journal:
         self._on_progress = on_progress
         self._dirty = anyio.Event()
         self._urgent = anyio.Event()
+
+    def begin_behind(self, snapshot: Snapshot) -> None:
+        """What was before the log's first entry is not counted; what is left of it is listed."""
+        self.tally = Tally(restore(snapshot, judging=False))
+        for position, entry in snapshot.entries:
+            self.index.note(position, entry)
 
     @property
     def full(self) -> bool:

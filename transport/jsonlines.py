@@ -11,18 +11,22 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import attrs
 
 from engine.store import Stored, StoreDamaged
 from lifecycle.events import ByEngine, ByScheduler, Entry, Event, Proposer, Rejected
 from lifecycle.ids import RequestId
+from lifecycle.snapshot import Snapshot
 from transport import codec
 from transport.codec_values import MalformedRecord
 from transport.json_values import EVENTS_BY_NAME, from_json, to_json
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import frames, segment_files
+
+if TYPE_CHECKING:
+    from transport.stores.snapshot_file import Kept
 
 FORMAT = "custody.log"
 VERSION = 1
@@ -61,6 +65,7 @@ class LogFile:
 
     `foreign`: another system's log, of which no order, sequence or proof was checked on entry.
     `complete`: this is a whole log from its first position; a replay's verdict needs that.
+    `snapshot` stands for a beginning that was dropped.
     """
 
     entries: tuple[Stored, ...]
@@ -68,6 +73,7 @@ class LogFile:
     complete: bool
     unknown: tuple[UnknownRecord, ...]
     source: str
+    snapshot: Snapshot | None = None
 
 
 # --- Writing ----------------------------------------------------------------------------------
@@ -308,16 +314,41 @@ def read_log(path: Path) -> LogFile:
     """
     try:
         if path.is_dir():
-            paths = segment_files.segment_paths(path)
-            if not paths:
-                raise UnreadableLog(0, f"{path} holds no segment")
-            return _read_segments(paths, alone=True)
+            return _read_folder(path)
         if segment_files.is_segment(path):
             siblings = segment_files.segment_paths(path.parent)
             return _read_segments([path], alone=siblings in ([], [path]))
     except OSError as error:
         raise UnreadableLog(0, str(error)) from error
     return read_jsonlines(path)
+
+
+def segments_and_snapshot(folder: Path) -> tuple[list[Path], Kept | None]:
+    """The segments of a log, and what stands for those that were dropped.
+
+    Raises `UnreadableLog` or OSError.
+    """
+    # A snapshot is written as JSON Lines, so its module needs this one.
+    from transport.stores.snapshot_file import newest_snapshot
+
+    paths = segment_files.segment_paths(folder)
+    if not paths:
+        raise UnreadableLog(0, f"{folder} holds no segment")
+    try:
+        kept = newest_snapshot(folder)
+    except StoreDamaged as error:
+        raise UnreadableLog(0, str(error)) from error
+    return (
+        (paths, None)
+        if kept is None
+        else (segment_files.behind(paths, kept.snapshot.position), kept)
+    )
+
+
+def _read_folder(folder: Path) -> LogFile:
+    paths, kept = segments_and_snapshot(folder)
+    file = _read_segments(paths, alone=True)
+    return file if kept is None else attrs.evolve(file, snapshot=kept.snapshot)
 
 
 def _read_segments(paths: Sequence[Path], *, alone: bool) -> LogFile:

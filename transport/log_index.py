@@ -40,13 +40,47 @@ class Line:
     tenant: str = ""
 
 
+class Lines:
+    """Lines in the order of their first entries, each with a number that it keeps."""
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+        self._dropped = 0
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self._lines)
+
+    @property
+    def stop(self) -> int:
+        """One more than the last line's number; the first one was 0."""
+        return self._dropped + len(self._lines)
+
+    def append(self, line: Line) -> None:
+        """Add the next line."""
+        self._lines.append(line)
+
+    def between(self, start: int, stop: int) -> list[Line]:
+        """The lines of these numbers that are still there."""
+        return self._lines[max(0, start - self._dropped) : max(0, stop - self._dropped)]
+
+    def forget_before(self, position: int) -> list[Line]:
+        """Drop the oldest lines as long as they end before that position."""
+        count = 0
+        while count < len(self._lines) and self._lines[count].last_position < position:
+            count += 1
+        gone = self._lines[:count]
+        del self._lines[:count]
+        self._dropped += count
+        return gone
+
+
 class LogIndex:
     """Lines by request, growing with the log."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self._all = Lines()
         self._by_request: dict[RequestId, Line] = {}
-        self._by_tenant: dict[str, list[Line]] = {}
+        self._by_tenant: dict[str, Lines] = {}
 
     def note(self, position: int, entry: Entry) -> None:
         """Take in the entry at this position; the fleet's own log is no request."""
@@ -58,8 +92,8 @@ class LogIndex:
             if isinstance(entry.event, Admitted | Rejected):
                 line.tenant = entry.event.tenant
             self._by_request[entry.request] = line
-            self._by_tenant.setdefault(line.tenant, []).append(line)
-            self.lines.append(line)
+            self._by_tenant.setdefault(line.tenant, Lines()).append(line)
+            self._all.append(line)
         line.last_position = position
         line.last_time_ns = entry.time_ns
         line.attempt = max(line.attempt, entry.attempt)
@@ -71,9 +105,20 @@ class LogIndex:
         elif isinstance(event, Finished):
             line.outcome, line.outcome_reason = "Finished", event.reason.name
 
-    def of_tenant(self, tenant: str) -> list[Line]:
+    @property
+    def lines(self) -> Lines:
+        """Every request's line."""
+        return self._all
+
+    def of_tenant(self, tenant: str) -> Lines:
         """The lines of one tenant, by its commitment."""
-        return self._by_tenant.get(tenant, [])
+        return self._by_tenant.get(tenant, Lines())
+
+    def forget_before(self, position: int) -> None:
+        """Forget requests of which the log holds nothing any more."""
+        for lines in (self._all, *self._by_tenant.values()):
+            for line in lines.forget_before(position):
+                self._by_request.pop(line.request, None)
 
     def find(self, request: RequestId) -> Line | None:
         """The line of that request."""

@@ -86,8 +86,8 @@ class LogService(log_pb2_grpc.LogServiceServicer):
     def _page(self, start: int, stop: int, *, tenant: str | None) -> pb.ListRequestsResponse:
         index = self._owner.journal.index
         lines = index.lines if tenant is None else index.of_tenant(tenant)
-        more = str(stop) if stop < len(lines) else ""
-        summaries = [self._summary(line) for line in lines[start:stop]]
+        more = str(stop) if stop < lines.stop else ""
+        summaries = [self._summary(line) for line in lines.between(start, stop)]
         return pb.ListRequestsResponse(requests=summaries, next_page_token=more)
 
     def _summary(self, line: Line) -> pb.RequestSummary:
@@ -98,7 +98,8 @@ class LogService(log_pb2_grpc.LogServiceServicer):
         self, request: pb.TailRequest, context: Context
     ) -> None:
         """The log from a position on, and what comes if it is followed."""
-        position, tenant = request.from_position or 1, self._tenant()
+        first = self._store.first_position
+        position, tenant = request.from_position or first, self._tenant()
         while True:
             try:
                 stored = await anyio.to_thread.run_sync(self._read, position)

@@ -194,11 +194,14 @@ class SchedulerOwner:
         pages back on a `Released`, and a crash of the machine could otherwise forget that one.
         """
         self.journal.store.flush()
-        stored = [(s.position, s.entry) for s in self.journal.store.tail(1)]
+        store, snapshot = self.journal.store, self.journal.store.snapshot
+        stored = [(s.position, s.entry) for s in store.tail(store.first_position)]
+        if snapshot is not None:
+            self.journal.begin_behind(snapshot)
         for position, entry in stored:
             self.journal.index.note(position, entry)
             self.journal.tally.note(entry)
-        self.perform(self.core.resume(stored, self.now()))
+        self.perform(self.core.resume(stored, self.now(), snapshot))
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on."""

@@ -27,6 +27,7 @@ from transport.scheduler_owner import SchedulerOwner
 from transport.server import Services, load_served_model, make_owner
 from transport.settings import InvalidSetting, SchedulerSettings
 from transport.stores.memory import MemoryStore
+from transport.stores.retention import Retention
 from transport.stores.segments import SegmentStore
 from transport.tls import listen, server_credentials
 
@@ -35,6 +36,7 @@ LEAVE_SECONDS = 15.0
 """How long engines that were told to leave may take; it is less than whoever tells them waits."""
 
 SEAL_SECONDS = 60.0
+RETAIN_SECONDS = 60.0
 
 _log = structlog.get_logger("custody.scheduler")
 
@@ -76,7 +78,10 @@ async def run_scheduler(
             bind(epoch=owner.core.epoch)
             hurry = anyio.Event() if hurry is None else hurry
             seconds = settings.drain_seconds
-            ends = Ends(stop=stop, hurry=hurry, settled=settled, drain_seconds=seconds)
+            kept = None if settings.retain is None else Retention.parse(settings.retain)
+            ends = Ends(
+                stop=stop, hurry=hurry, settled=settled, drain_seconds=seconds, retention=kept
+            )
             async with serving_metrics(owner, settings):
                 return await _serve(services, owner, address=address, ready=ready, ends=ends)
         finally:
@@ -103,12 +108,13 @@ def _bind(
 
 @attrs.frozen(kw_only=True)
 class Ends:
-    """When serving ends, and how long and for whom the end waits."""
+    """When serving ends, and how long and for whom the end waits; when history does."""
 
     stop: anyio.Event
     hurry: anyio.Event
     settled: Callable[[], None] | None
     drain_seconds: float
+    retention: Retention | None = None
 
 
 async def _serve(
@@ -126,6 +132,8 @@ async def _serve(
             tasks.start_soon(services.access.watch)
             tasks.start_soon(services.watch_health, owner)
             tasks.start_soon(keep_sealing, owner.journal.store)
+            if ends.retention is not None:
+                tasks.start_soon(keep_retained, owner, ends.retention, RETAIN_SECONDS)
             _log.info("scheduler_ready", address=address, model=owner.settings.model)
             ready(address)
             await ends.stop.wait()
@@ -152,6 +160,25 @@ async def keep_sealing(store: EventStore, *, pause_seconds: float = SEAL_SECONDS
         else:
             if parts:
                 _log.info("log_sealed", parts=parts)
+        await anyio.sleep(pause_seconds)
+
+
+async def keep_retained(owner: SchedulerOwner, retention: Retention, pause_seconds: float) -> None:
+    """Drop the log's oldest full parts, now and again, until cancelled."""
+    store = owner.journal.store
+    while True:
+        keep = await owner.ask(lambda: frozenset(owner.core.entries))
+        before_ns = None if retention.age_ns is None else owner.now() - retention.age_ns
+        drop = partial(store.retain, bytes_max=retention.size_bytes, before_ns=before_ns, keep=keep)
+        try:
+            positions = await anyio.to_thread.run_sync(drop, abandon_on_cancel=True)
+        except StoreError as error:
+            _log.error("log_not_dropped", reason=str(error))
+        else:
+            if positions:
+                first = store.first_position
+                _log.info("log_dropped", positions=positions, first_position=first)
+                await owner.tell(partial(owner.journal.index.forget_before, first))
         await anyio.sleep(pause_seconds)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from lifecycle.events import Role
+from transport.stores.retention import Retention
 
 LOOPBACK = "127.0.0.1"
 SCHEDULER_PORT = 50551
@@ -65,6 +66,17 @@ def _above_zero(_instance: object, attribute: attrs.Attribute[Any], value: float
 def _not_negative(_instance: object, attribute: attrs.Attribute[Any], value: int) -> None:
     if value < 0:
         raise InvalidSetting(name=attribute.name, value=value, reason="must not be negative")
+
+
+def _retention(
+    _instance: object, attribute: attrs.Attribute[str | None], value: str | None
+) -> None:
+    if value is None:
+        return
+    try:
+        Retention.parse(value)
+    except ValueError as error:
+        raise InvalidSetting(name=attribute.name, value=value, reason=str(error)) from error
 
 
 def _port(_instance: object, attribute: attrs.Attribute[int], value: int) -> None:
@@ -129,6 +141,8 @@ class SchedulerSettings:
     """Port to bind; 0 takes a free one."""
     log: Path | None = None
     """Folder of the event log's segment files; without it the log is in memory only."""
+    retain: str | None = attrs.field(default=None, validator=_retention)
+    """How much of the log is kept, by age, size or both: "30d", "20GiB", "30d,20GiB"."""
     log_wait_seconds: float = attrs.field(default=5.0, validator=_above_zero)
     """Longest flush of the log; while one takes longer the log counts as unavailable."""
     log_room_bytes_min: int = attrs.field(default=256 << 20, validator=_not_negative)

@@ -255,7 +255,7 @@ class TailRequest(_message.Message):
     FROM_POSITION_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
     from_position: _builtins.int
-    """The first position wanted; 0 means 1."""
+    """The first position wanted; 0 means the first that there is."""
     follow: _builtins.bool
     """Whether to wait for more at the end; otherwise the stream ends there."""
     def __init__(

@@ -18,7 +18,7 @@ from lifecycle.ids import FLEET, RequestId
 from lifecycle.snapshot import Snapshot, UnfoldableSnapshot, is_over, restore, take
 
 _UNITS_NS = {"m": 60 * 10**9, "h": 3600 * 10**9, "d": 86_400 * 10**9}
-_UNITS_BYTES = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS_BYTES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _LIMIT = re.compile(r"([1-9][0-9]*)([A-Za-z]+)")
 
 
