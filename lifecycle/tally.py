@@ -60,10 +60,15 @@ class Kept:
 
 @attrs.define
 class Times:
-    """When a request was first admitted, and when its present phase began."""
+    """When a request was first admitted, when its present phase began, and how far its hand-off is.
+
+    `marks` are when the attempt was admitted, and when its last destination grant, write and
+    proof came; 0 for what has not come.
+    """
 
     first_ns: int
     since_ns: int
+    marks: list[int] = attrs.Factory(lambda: [0, 0, 0, 0])
 
 
 class Tally:
@@ -111,8 +116,9 @@ class Tally:
             case Admitted() | Rejected() | Finished() | Aborted() | Requeued():
                 self._count_course(entry, event, before)
             case Reserved() | Transferred() | Drained() | Released() | Quarantined():
-                self._count_grant(event, before)
+                self._count_grant(entry, event, before)
             case Verified():
+                self._observe_handoff(entry)
                 self._add(metrics.VERIFIED_PAGES, by=event.pages)
                 self._add(metrics.VERIFIED_HEADERS, by=event.headers_checked)
                 self._add(metrics.VERIFIED_DIGESTS, by=event.digests_checked)
@@ -166,18 +172,26 @@ class Tally:
                 assert_never(event)
 
     def _count_grant(
-        self, event: Reserved | Transferred | Drained | Released | Quarantined, before: RequestState
+        self,
+        entry: Entry,
+        event: Reserved | Transferred | Drained | Released | Quarantined,
+        before: RequestState,
     ) -> None:
         match event:
             case Reserved():
                 purpose = (event.purpose.value,)
                 self._add(metrics.GRANTS, purpose)
                 self._add(metrics.RESERVED_PAGES, purpose, by=count_pages(event.pages))
+                if event.parties:
+                    self._mark(entry, 1)
             case Transferred():
                 self._add(metrics.TRANSFERS)
                 self._add(metrics.TRANSFERRED_BYTES, by=event.size_bytes)
+                self._mark(entry, 2)
             case Drained():
                 self._add(metrics.DRAINS, (event.proof.value,))
+                if before.phase is Phase.ADMITTED and _of_this_attempt(before, event.grant):
+                    self._mark(entry, 3)
             case Released() | Quarantined():
                 grant = before.grant(event.grant)
                 pages = 0 if grant is None else count_pages(grant.reserved.pages)
@@ -206,13 +220,30 @@ class Tally:
         now_ns = entry.time_ns
         if before is Phase.NEW:
             self._times[entry.request] = Times(now_ns, now_ns)
-            return
         times = self._times.get(entry.request)
         if times is None:
             return
+        if after is Phase.ADMITTED:
+            times.marks = [now_ns, 0, 0, 0]
         if before in metrics.TIMED:
             self._observe(metrics.PHASE_SECONDS, (before.value,), now_ns - times.since_ns)
         times.since_ns = now_ns
+
+    def _mark(self, entry: Entry, stage: int) -> None:
+        times = self._times.get(entry.request)
+        if times is not None:
+            times.marks[stage] = entry.time_ns
+
+    def _observe_handoff(self, entry: Entry) -> None:
+        """A stage of which there is no event, as a prompt without anything to write, takes 0."""
+        times = self._times.get(entry.request)
+        if times is None or not times.marks[0]:
+            return
+        *marks, reached = *times.marks[1:], times.marks[0]
+        for stage, mark in zip(metrics.STAGES, [*marks, entry.time_ns], strict=True):
+            at = max(reached, mark)
+            self._observe(metrics.HANDOFF_SECONDS, (stage,), at - reached)
+            reached = at
 
     def _end(self, entry: Entry, outcome: str) -> None:
         times = self._times.get(entry.request)
@@ -297,6 +328,11 @@ class Tally:
             metrics.QUARANTINE_PAGES.name: quarantine,
             metrics.ENGINE_SLOTS.name: slots,
         }
+
+
+def _of_this_attempt(state: RequestState, name: GrantId) -> bool:
+    grant = state.grant(name)
+    return grant is not None and grant.attempt == state.attempt
 
 
 def _kept(history: History) -> Iterator[tuple[GrantId, Kept]]:

@@ -170,6 +170,17 @@ PHASE_SECONDS = Metric(
     labels=("phase",),
     known=each(TIMED),
 )
+STAGES = ("reserve", "write", "drain", "verify")
+HANDOFF_SECONDS = Metric(
+    name="custody_handoff_seconds",
+    kind=Kind.HISTOGRAM,
+    help=(
+        "Stages of a hand-off that was verified: from admission to the last destination grant, "
+        "from there to the last write, to the last proof, to the verification."
+    ),
+    labels=("stage",),
+    known=tuple((stage,) for stage in STAGES),
+)
 FIRST_TOKEN_SECONDS = Metric(
     name="custody_first_token_seconds",
     kind=Kind.HISTOGRAM,
@@ -293,7 +304,7 @@ EPOCH = _gauge("custody_scheduler_epoch", "The scheduler's life; it only grows."
 
 METRICS: tuple[Metric, ...] = (
     *(EVENTS, REQUESTS, OPEN_REQUESTS, ATTEMPTS, REQUEUES, PROMPT_TOKENS, NEW_TOKENS),
-    *(PHASE_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SECONDS),
+    *(PHASE_SECONDS, HANDOFF_SECONDS, FIRST_TOKEN_SECONDS, REQUEST_SECONDS),
     *(GRANTS, RESERVED_PAGES, TRANSFERS, TRANSFERRED_BYTES, DRAINS, RELEASED_PAGES),
     *(QUARANTINED_PAGES, RECOVERIES, ENGINE_PAGES, QUARANTINE_PAGES, ENGINE_SLOTS),
     *(VERIFIED_PAGES, VERIFIED_HEADERS, VERIFIED_DIGESTS, READS_CHECKED, READS_UNCHECKED),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 
+import attrs
 import pytest
 
 from engine.explorer import walk
@@ -205,6 +206,27 @@ def test_phases_are_timed_by_the_logs_own_clock() -> None:
     assert observed(tally, metrics.PHASE_SECONDS, "ended") == (1, 2)
     assert observed(tally, metrics.REQUEST_SECONDS, "finished") == (1, 6)
     assert observed(tally, metrics.FIRST_TOKEN_SECONDS) == (1, 9 - admitted_ns)
+
+
+def test_stages_of_a_handoff_add_up_to_the_phase() -> None:
+    """Grant, writes, proof and comparison, each counted from where the last one ended."""
+    log = hand.Log().add(hand.admitted(), hand.source(), hand.destination())
+    log.add(hand.transferred(0, 4), hand.transferred(4, 6), hand.drained(), hand.verified())
+    tally = tally_of(log.entries)
+    stages = [observed(tally, metrics.HANDOFF_SECONDS, stage) for stage in metrics.STAGES]
+    assert stages == [(1, 2), (1, 2), (1, 1), (1, 1)]
+    assert observed(tally, metrics.PHASE_SECONDS, "admitted") == (1, 6)
+
+
+def test_a_second_attempts_handoff_is_its_own() -> None:
+    """Times of the attempt before are forgotten, and its late proof is none of this one's."""
+    log = hand.second_decoding(hand.Log())
+    tally = tally_of(log.entries[:-1])
+    tally.note(attrs.evolve(log.entry(hand.drained()), time_ns=log.now_ns))
+    verified = log.entries[-1][1]
+    tally.note(attrs.evolve(verified, sequence=verified.sequence + 1, time_ns=log.now_ns + 1))
+    stages = [observed(tally, metrics.HANDOFF_SECONDS, stage) for stage in metrics.STAGES]
+    assert stages == [(1, 2), (1, 1), (1, 1), (1, 3)]
 
 
 def test_a_first_token_before_its_admission_counts_as_no_wait() -> None:
