@@ -255,6 +255,20 @@ async def test_what_is_no_request_is_refused_and_the_next_one_answered(
     assert not [one for one in logs if one["event"] == "metrics_failed"]
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /metrics HT"], ids=["silent", "half a request"])
+async def test_a_connection_that_asks_for_nothing_is_ended(
+    model: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """It holds one of few places, so it may not keep it."""
+    monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", 0.2)
+    with capture_logs() as logs:
+        async with deployment(model, metrics_port=0, engines=False):
+            async with await anyio.connect_tcp("127.0.0.1", port_in(logs)) as stream:
+                await stream.send(sent)
+                await ends(stream)
+    assert not [one for one in logs if one["event"] == "metrics_failed"]
+
+
 async def test_too_many_scrapers_are_turned_away(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,10 +135,10 @@ class MetricsServer:
                     ssl_context=self._context.current(),
                     standard_compatible=False,
                 )
-        connection = h11.Connection(h11.SERVER)
+        connection, patience = h11.Connection(h11.SERVER), REQUEST_SECONDS
         while True:
             try:
-                with anyio.fail_after(IDLE_SECONDS):
+                with anyio.fail_after(patience):
                     request = await _next_request(stream, connection)
                 if request is None:
                     return
@@ -154,6 +154,7 @@ class MetricsServer:
             if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
                 return
             connection.start_next_cycle()
+            patience = IDLE_SECONDS
 
     async def _answer(self, request: h11.Request, stream: anyio.abc.ByteStream) -> Reply:
         if request.target.partition(b"?")[0] != PATH:
