@@ -21,6 +21,7 @@ from transport import (
     commands_config,
     commands_credentials,
     commands_drain,
+    commands_evidence,
     commands_forensics,
     commands_fuzz,
     commands_log,
@@ -74,6 +75,8 @@ for verb in (
     commands_use.version,
 ):
     app.command(verb)
+app.command(commands_evidence.slice_log, name="slice")
+app.command(commands_evidence.bundle_app)
 app.command(commands_log.log_app)
 app.command(commands_credentials.credentials_app)
 app.command(commands_bench.bench_app)
@@ -167,10 +170,11 @@ def _exit_code(error: Exception) -> int | None:
     from engine.pool import MemorySizeError, PoolTooSmallError
     from engine.store import StoreDamaged, StoreError, StoreTooNew
     from kernels.layout import LayoutUnsupportedError
+    from transport.bundle import NoBundle
     from transport.client import Refused, Unreachable
     from transport.jsonlines import UnreadableLog
 
-    if isinstance(error, UnreadableLog | StoreDamaged | StoreTooNew):
+    if isinstance(error, UnreadableLog | StoreDamaged | StoreTooNew | NoBundle):
         return EXIT_UNREADABLE
     if isinstance(error, Unreachable):
         return EXIT_UNREACHABLE

@@ -80,14 +80,20 @@ class LogFile:
 
 
 def header_line(
-    *, complete: bool, entries: int, first_position: int = 0, last_position: int = 0
+    *,
+    complete: bool,
+    entries: int,
+    first_position: int = 0,
+    last_position: int = 0,
+    source: str = SOURCE,
+    foreign: bool = False,
 ) -> str:
     """The first line; positions are 0 when there are no entries."""
     header = {
         "format": FORMAT,
         "version": VERSION,
-        "source": SOURCE,
-        "foreign": False,
+        "source": source,
+        "foreign": foreign,
         "complete": complete,
         "entries": entries,
         "first_position": first_position,
@@ -124,21 +130,32 @@ def _proposer_object(proposer: Proposer) -> dict[str, Any]:
             return {**to_json(party), "number": number}
 
 
-def jsonlines(stored: Sequence[Stored], *, complete: bool) -> Iterator[str]:
+def jsonlines(
+    stored: Sequence[Stored], *, complete: bool, source: str = SOURCE, foreign: bool = False
+) -> Iterator[str]:
     """Header and entries; `complete` says that these are all entries of the log so far."""
     yield header_line(
         complete=complete,
         entries=len(stored),
         first_position=stored[0].position if stored else 0,
         last_position=stored[-1].position if stored else 0,
+        source=source,
+        foreign=foreign,
     )
     for one in stored:
         yield entry_line(one)
 
 
-def write_jsonlines(stream: IO[str], stored: Sequence[Stored], *, complete: bool) -> None:
-    """Write a whole file."""
-    for line in jsonlines(stored, complete=complete):
+def write_jsonlines(
+    stream: IO[str],
+    stored: Sequence[Stored],
+    *,
+    complete: bool,
+    source: str = SOURCE,
+    foreign: bool = False,
+) -> None:
+    """Write a whole file; what came from another system stays marked as foreign."""
+    for line in jsonlines(stored, complete=complete, source=source, foreign=foreign):
         stream.write(line)
 
 

@@ -14,7 +14,7 @@ import attrs
 from lifecycle.forensics_exposures import Inquiry
 from lifecycle.forensics_sums import summed
 from lifecycle.forensics_values import Exposures
-from lifecycle.replay import Replayer
+from lifecycle.replay import Replayer, Report
 from transport.forensics_read import Capture
 from transport.forensics_text import exposure_lines
 from transport.timeline_model import EVENTS_MAX, Model, Positioned, choose
@@ -29,6 +29,7 @@ class Drawn:
     document: dict[str, Any]
     shown: list[Positioned]
     found: Exposures
+    report: Report
     known: frozenset[str]
     total: int
 
@@ -53,4 +54,4 @@ def read(
     summary += [f"{count} requests broke the rule {rule} first" for rule, count in report.by_rule]
     model = Model(shown, found, report)
     document = model.document(title=f"Timeline of {title}", summary=summary, total=len(entries))
-    return Drawn(document, shown, found, frozenset(inquiry.stories), len(entries))
+    return Drawn(document, shown, found, report, frozenset(inquiry.stories), len(entries))

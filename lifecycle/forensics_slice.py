@@ -1,0 +1,170 @@
+"""Each violation as the fewest entries that show it when they are replayed alone.
+
+Owns: which entries are tried without which, and what is restated when others are gone.
+Must not know: files; how a rule is checked.
+
+Entries are left out one by one and in halves while the same guard is broken by the same request
+(delta debugging, Zeller and Hildebrandt 2002).  What a shorter log must say otherwise is restated:
+sequence numbers, and in an admission the free pages and the fleet's position, unless they are what
+is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from lifecycle.events import Admitted, Entry, Leg, Rejected, Released, Reserved
+from lifecycle.history import History
+from lifecycle.ids import FLEET, GrantId, Party, RequestId, mask_of
+from lifecycle.replay import Finding, Replayer
+
+Positioned = tuple[int, Entry]
+TRIES_MAX = 4_000
+SEQUENCE_GUARD = "unbroken-log/sequence"
+STATED = ("capacity-proved/counted", "capacity-proved/judged-at")
+"""Guards that compare what an admission says with the pages and the fleet."""
+
+
+@attrs.frozen
+class Slice:
+    """The entries, numbered from 1, and what they show."""
+
+    entries: tuple[Positioned, ...]
+    finding: Finding
+    original: Finding
+
+
+def smallest(entries: Sequence[Positioned], finding: Finding, *, foreign: bool) -> Slice | None:
+    """The fewest entries found that show the finding; None when even all of them do not."""
+    search = _Search(finding, foreign=foreign)
+    for candidates in _circles(entries, finding):
+        if search.shows(candidates) is not None:
+            return search.reduce(candidates)
+    return None
+
+
+def _circles(entries: Sequence[Positioned], finding: Finding) -> Iterable[list[Entry]]:
+    """Ever more of the log: the request and the fleet, then whoever had its pages, then all."""
+    request = finding.violation.request
+    if finding.entry is None:
+        known = list(entries)
+    else:
+        known = [one for one in entries if one[0] <= finding.position]
+    last = known[-1:]
+    yield [e for _, e in known if e.request in (request, FLEET)]
+    yield [e for p, e in known if e.request in (request, FLEET) or [(p, e)] == last]
+    yield [e for _, e in known if e.request in {request, FLEET, *_neighbours(known, request)}]
+    yield [e for _, e in known]
+
+
+def _neighbours(entries: Iterable[Positioned], request: RequestId) -> set[RequestId]:
+    """Requests that were granted a page that this one was granted too."""
+    mine: dict[Party, int] = {}
+    grants: dict[GrantId, tuple[RequestId, int]] = {}
+    for _, entry in entries:
+        if isinstance(entry.event, Reserved):
+            mask = mask_of(entry.event.pages)
+            grants[entry.event.grant] = (entry.request, mask)
+            if entry.request == request:
+                owner = entry.event.grant.owner
+                mine[owner] = mine.get(owner, 0) | mask
+    return {who for grant, (who, mask) in grants.items() if mask & mine.get(grant.owner, 0)}
+
+
+class _Search:
+    """One reduction and what it has spent."""
+
+    def __init__(self, finding: Finding, *, foreign: bool) -> None:
+        self.original = finding
+        self.foreign = foreign
+        self.tries = 0
+
+    def shows(self, entries: Sequence[Entry]) -> Slice | None:
+        """The log of these entries, if it breaks the same guard in the same request."""
+        self.tries += 1
+        wanted = _story(self.original)
+        replayer = Replayer(foreign=self.foreign)
+        counts: Counter[str] = Counter()
+        kept: list[Positioned] = []
+        for position, entry in enumerate(entries, start=1):
+            stated = self._restated(replayer.history, entry, counts[entry.request])
+            counts[entry.request] += 1
+            kept.append((position, stated))
+            replayer.take(position, stated)
+        report = replayer.report()
+        for found in report.findings:
+            if _story(found) == wanted:
+                # Somebody else's violation would be another story.
+                alone = len(report.findings) == 1
+                return Slice(tuple(kept), found, self.original) if alone else None
+        return None
+
+    def _restated(self, history: History, entry: Entry, sequence: int) -> Entry:
+        guard = self.original.violation.guard
+        event = entry.event
+        if guard not in STATED and isinstance(event, Admitted):
+            event = attrs.evolve(
+                event,
+                prefill=_leg(history, event.prefill),
+                decode=_leg(history, event.decode),
+                fleet_position=history.fleet.sequence,
+            )
+        elif guard not in STATED and isinstance(event, Rejected):
+            event = attrs.evolve(event, fleet_position=history.fleet.sequence)
+        if guard == SEQUENCE_GUARD:
+            sequence = entry.sequence
+        return attrs.evolve(entry, event=event, sequence=sequence)
+
+    def reduce(self, entries: Sequence[Entry]) -> Slice | None:
+        """Leave out halves, then quarters, down to single entries, again while it helps."""
+        left = list(entries)
+        size = max(1, len(left) // 2)
+        while size:
+            start, dropped = 0, False
+            while start < len(left) and self.tries < TRIES_MAX:
+                shorter = left[:start] + left[start + size :]
+                if shorter and self.shows(shorter) is not None:
+                    left, dropped = shorter, True
+                else:
+                    start += size
+            if not (dropped and size == 1):
+                size //= 2
+        self._drop_grants(left)
+        return self.shows(left)
+
+    def _drop_grants(self, left: list[Entry]) -> None:
+        """A reservation and its release need each other, so they go together."""
+        for entry in [e for e in left if isinstance(e.event, Released)]:
+            shorter = [
+                e
+                for e in left
+                if not (
+                    isinstance(e.event, Reserved | Released)
+                    and isinstance(entry.event, Released)
+                    and e.event.grant == entry.event.grant
+                )
+            ]
+            if len(shorter) < len(left) and self.tries < TRIES_MAX and self.shows(shorter):
+                left[:] = shorter
+
+
+def _story(finding: Finding) -> tuple[object, ...]:
+    """What makes two findings the same: whose, by which guard, at what event, in which phase."""
+    violation, before = finding.violation, finding.before
+    kind = None if finding.entry is None else type(finding.entry.event)
+    phase = None if before is None else before.phase
+    return violation.request, violation.guard, kind, phase
+
+
+def _leg(history: History, leg: Leg) -> Leg:
+    accounts = [history.ledger[p] for p in leg.parties() if p in history.ledger]
+    if len(accounts) != leg.ranks:
+        return leg
+    return attrs.evolve(
+        leg,
+        pages_capacity=min(account.usable_pages for account in accounts),
+        pages_free=max(0, min(account.free_pages for account in accounts)),
+    )

@@ -1,0 +1,257 @@
+"""Bundles: others can check one, and one changed byte is named with its file."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+
+from engine.store import Stored
+from lifecycle.ids import FLEET
+from tests.handmade import ONE, TWO
+from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
+from tests.test_exposures import first_answered, short_handoff
+from transport import cli
+from transport.stores.segments import SegmentStore
+
+SECRET_TENANT = "tenant"
+
+
+def keys(folder: Path, kind: Any = Ed25519PrivateKey) -> tuple[Path, Path]:
+    """A private and a public key as files."""
+    key = kind.generate()
+    private, public = folder / "key.pem", folder / "key.pub"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(
+        key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
+    return private, public
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return write_log(tmp_path / "log.jsonl", short_handoff(first_answered()).entries)
+
+
+def made(log: Path, *flags: str) -> Path:
+    """The archive of the log."""
+    output = log.with_name("bundle.zip")
+    assert cli.run(["bundle", str(log), "--output", str(output), *flags]) == 0
+    return output
+
+
+def checked(
+    path: Path, capsys: pytest.CaptureFixture[str], *flags: str
+) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = cli.run(["bundle", "verify", str(path), "--json", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def rewritten(path: Path, change: Mapping[str, bytes | None]) -> Path:
+    """The archive with files replaced, added, or left out (None)."""
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    for name, data in change.items():
+        if data is None:
+            del files[name]
+        else:
+            files[name] = data
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+def member(path: Path, name: str) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(name)
+
+
+def test_a_signed_bundle_verifies(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sums, signature and commitments hold, and the verdicts are found anew."""
+    private, public = keys(tmp_path)
+    path = made(log, "--sign", str(private))
+    code, said = checked(path, capsys, "--key", str(public))
+    assert (code, said["problems"]) == (0, [])
+    assert said["signature_checked"] is True
+    assert said["verdict"]["affected"] == {"least": 1, "most": 1}
+    assert said["verdict"]["violations"] == 1
+
+
+def test_another_key_is_refused(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A signature of somebody else is a problem of the manifest."""
+    path = made(log, "--sign", str(keys(tmp_path)[0]))
+    code, said = checked(path, capsys, "--key", str(keys(tmp_path)[1]))
+    assert code == 1
+    assert said["problems"] == ["manifest.json: the signature is not that of this manifest"]
+
+
+def test_a_missing_signature_is_a_problem_where_one_is_wanted(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--key` an unsigned archive does not pass."""
+    code, said = checked(made(log), capsys, "--key", str(keys(tmp_path)[1]))
+    assert code == 1
+    assert said["problems"][0].startswith("manifest.sig")
+
+
+def test_one_changed_byte_names_its_file(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In every file of the archive."""
+    with zipfile.ZipFile(made(log)) as archive:
+        names = archive.namelist()
+    assert {"log.jsonl", "verdicts.json", "timeline.html", "lifecycle.binpb"} <= set(names)
+    for name in names:
+        if name == "manifest.json":
+            continue
+        path = made(log)
+        data = member(path, name)
+        middle = len(data) // 2
+        rewritten(path, {name: data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]})
+        code, said = checked(path, capsys)
+        assert code == 1
+        assert any(problem.startswith(f"{name}: ") for problem in said["problems"]), name
+
+
+def test_a_rewritten_manifest_breaks_the_signature(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever changes a file and its sum cannot sign."""
+    path = made(log, "--sign", str(keys(tmp_path)[0]))
+    manifest = member(path, "manifest.json").replace(b'"complete": true', b'"complete": false')
+    code, said = checked(rewritten(path, {"manifest.json": manifest}), capsys)
+    assert code == 1
+    assert any(problem.startswith("manifest.json: ") for problem in said["problems"])
+
+
+def test_missing_and_added_files_are_named(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The manifest names all files, and no others."""
+    code, said = checked(rewritten(made(log), {"fleet.json": None, "more.txt": b"x"}), capsys)
+    assert code == 1
+    assert said["problems"] == ["fleet.json: is missing", "more.txt: is not in the manifest"]
+
+
+def test_verdicts_that_the_log_does_not_bear_are_named(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A verdict with a right sum is compared with what the log says."""
+    import hashlib
+
+    path = made(log)
+    verdicts = member(path, "verdicts.json").replace(b'"least": 1', b'"least": 0')
+    manifest = json.loads(member(path, "manifest.json"))
+    manifest["files"]["verdicts.json"]["sha256"] = hashlib.sha256(verdicts).hexdigest()
+    change = {"verdicts.json": verdicts, "manifest.json": json.dumps(manifest).encode()}
+    code, said = checked(rewritten(path, change), capsys)
+    assert code == 1
+    assert said["problems"] == ["verdicts.json: exposures is not what the log says"]
+
+
+def test_identities_are_redacted_and_separable(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tenants and endpoints are nowhere but in the side file, without which all still holds."""
+    path = made(log)
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name not in ("identities.json", "README.txt", "lifecycle.binpb", "timeline.html"):
+                assert f'"{SECRET_TENANT}"'.encode() not in archive.read(name).replace(
+                    b'"tenant":', b""
+                ), name
+        clear = json.loads(archive.read("identities.json"))
+    assert {one["value"] for one in clear.values()} >= {SECRET_TENANT, "endpoint"}
+    code, said = checked(rewritten(path, {"identities.json": None}), capsys)
+    assert (code, said["identities"]) == (0, False)
+
+
+def test_a_false_clear_value_is_named(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The side file cannot be made to say that a commitment stands for somebody else."""
+    path = made(log)
+    data = member(path, "identities.json").replace(b'"value": "tenant"', b'"value": "other"')
+    code, said = checked(rewritten(path, {"identities.json": data}), capsys)
+    assert code == 1
+    assert any("does not stand for its value" in problem for problem in said["problems"])
+
+
+def test_clear_values_can_be_kept(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--clear` leaves the entries as they are, and makes no side file."""
+    path = made(log, "--clear")
+    assert b'"tenant":"tenant"' in member(path, "log.jsonl")
+    assert checked(path, capsys)[0] == 0
+    with zipfile.ZipFile(path) as archive:
+        assert "identities.json" not in archive.namelist()
+
+
+def test_a_slice_says_that_it_is_one(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request's bundle holds it and the fleet, and claims no completeness."""
+    path = made(log, "--request", TWO)
+    lines = [json.loads(line) for line in member(path, "log.jsonl").splitlines()[1:]]
+    assert {line["request"] for line in lines} == {TWO, FLEET}
+    assert json.loads(member(path, "manifest.json"))["complete"] is False
+    code, said = checked(path, capsys)
+    assert (code, said["verdict"]["complete"]) == (0, False)
+    window = made(log, "--from", "4", "--to", "9")
+    lines = [json.loads(line) for line in member(window, "log.jsonl").splitlines()[1:]]
+    assert {line["position"] for line in lines if line["request"] == ONE} == set(range(4, 10))
+
+
+def test_the_chain_of_segments_is_in_the_manifest(tmp_path: Path) -> None:
+    """The hash with which a folder of segments ends is what `log verify --head` takes."""
+    store = SegmentStore(tmp_path / "log")
+    counts: dict[str, int] = {}
+    for one in (Stored(n, e) for n, e in first_answered().entries):
+        at = counts.get(one.entry.request, 0)
+        store.append(one.entry.request, at, [one.entry])
+        counts[one.entry.request] = at + 1
+    store.close()
+    output = tmp_path / "b.zip"
+    assert cli.run(["bundle", str(tmp_path / "log"), "--output", str(output)]) == 0
+    head = json.loads(member(output, "manifest.json"))["chain"]["head"]
+    assert cli.run(["log", "verify", str(tmp_path / "log"), "--head", head]) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"PK\x03\x04nonsense"])
+def test_what_is_no_archive_is_refused(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is exit code 5 and a sentence."""
+    path = tmp_path / "x.zip"
+    path.write_bytes(content)
+    assert cli.run(["bundle", "verify", str(path)]) == 5
+    assert capsys.readouterr().err.startswith("custody: ")
+
+
+def test_an_archive_without_a_manifest_is_refused(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another archive is no bundle."""
+    path = rewritten(made(log), {"manifest.json": b"{}"})
+    assert cli.run(["bundle", "verify", str(path)]) == 5
+    assert "no manifest" in capsys.readouterr().err
+
+
+def test_a_key_of_another_kind_is_a_usage_error(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only Ed25519 keys sign."""
+    private, _ = keys(tmp_path, X25519PrivateKey)
+    assert cli.run(["bundle", str(log), "--sign", str(private)]) == 2
+    assert "no Ed25519 key" in capsys.readouterr().err
+    private.write_bytes(b"nonsense")
+    assert cli.run(["bundle", str(log), "--sign", str(private)]) == 2

@@ -1,0 +1,247 @@
+"""The verbs that make evidence of a log: `slice`, `bundle` and `bundle verify`.
+
+Owns: where evidence is written, and the exit code of a check.
+Must not know: what goes into it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from lifecycle.ids import RequestId
+from transport.commands_forensics import From, Requests, opened
+from transport.commands_log import UnknownRequest
+from transport.commands_shared import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_UNREADABLE,
+    Json,
+    Switch,
+    UsageError,
+    note,
+    say,
+    say_json,
+)
+
+if TYPE_CHECKING:
+    from lifecycle.forensics_slice import Slice
+    from lifecycle.replay import Finding
+    from transport.forensics_read import Capture
+
+bundle_app = App(name="bundle", help="Put a log, its verdicts and their proof into one archive.")
+SLICE_EVENTS_MAX = 20
+
+
+def slice_log(
+    log: Path,
+    /,
+    *,
+    output: Path = Path("slices"),
+    request: Requests = (),
+    json: Json = False,
+) -> int:
+    """Write each violation as the fewest entries that show it when they are replayed alone.
+
+    Parameters
+    ----------
+    log
+        A folder of segments, one segment, or JSON Lines, also of another system;
+        "-" reads JSON Lines from standard input.
+    output
+        The folder for the slices, a JSON Lines file each.
+    request
+        Only violations of this request; may be given several times.
+    json
+        Print JSON Lines, one slice a line.
+    """
+    from lifecycle.forensics_slice import smallest
+    from lifecycle.replay import Replayer
+
+    with opened(log) as capture:
+        replayer = Replayer(foreign=capture.foreign)
+        entries = []
+        for position, entry in capture:
+            entries.append((position, entry))
+            replayer.take(position, entry)
+        for name in request:
+            if RequestId(name) not in replayer.history.requests:
+                from transport.explain import near
+
+                raise UnknownRequest(name, near(name, replayer.history.requests))
+        report = replayer.report(whole=capture.whole)
+        wanted = [f for f in report.findings if not request or f.violation.request in request]
+        failed = 0
+        for finding in wanted:
+            found = smallest(entries, finding, foreign=capture.foreign)
+            failed += found is None
+            _say_slice(finding, found, output, capture, json=json)
+        if not json:
+            say(f"{len(wanted) - failed} of {len(wanted)} violations sliced into {output}")
+        if failed:
+            return EXIT_FAILED
+        return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+def _say_slice(
+    finding: Finding, found: Slice | None, output: Path, capture: Capture, *, json: bool
+) -> None:
+    from engine.store import Stored
+    from transport.jsonlines import write_jsonlines
+
+    violation = finding.violation
+    if found is None:
+        note(f"position {finding.position}, {violation.rule}: nothing smaller shows it")
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{finding.position:08d}-{violation.rule}.jsonl"
+    with path.open("w", encoding="utf-8") as stream:
+        write_jsonlines(
+            stream,
+            [Stored(position, entry) for position, entry in found.entries],
+            complete=True,
+            source=capture.source,
+            foreign=capture.foreign,
+        )
+    count = len(found.entries)
+    if json:
+        one = {
+            "file": str(path),
+            "position": finding.position,
+            "request": violation.request,
+            "rule": violation.rule,
+            "guard": violation.guard,
+            "entries": count,
+        }
+        say_json(one)
+    else:
+        say(f"{path}: {violation.rule} of {violation.request} in {count} entries")
+        if count > SLICE_EVENTS_MAX:
+            note(f"{path}: {count} entries are more than {SLICE_EVENTS_MAX}")
+
+
+@bundle_app.default
+def bundle(
+    log: Path,
+    /,
+    *,
+    output: Path = Path("bundle.zip"),
+    request: Requests = (),
+    first: From = None,
+    to: int | None = None,
+    sign: Path | None = None,
+    clear: Switch = False,
+    json: Json = False,
+) -> int:
+    """Put a log, its verdicts and their proof into one archive that others can check.
+
+    Parameters
+    ----------
+    log
+        A folder of segments, one segment, or JSON Lines, also of another system;
+        "-" reads JSON Lines from standard input.
+    output
+        The archive.
+    request
+        Only entries of this request, and the fleet's; may be given several times.
+    first
+        Only entries from this position on, and the fleet's.
+    to
+        Only entries up to this position, and the fleet's.
+    sign
+        An Ed25519 private key (PEM) that signs the manifest.
+    clear
+        Leave tenants, reasons, messages and endpoints as they are in the log.
+    json
+        Print one JSON document.
+    """
+    from importlib.metadata import version as installed
+
+    from transport import bundle as archive
+
+    key = None if sign is None else sign.read_bytes()
+    with opened(log) as capture:
+        try:
+            data = archive.make(
+                capture,
+                clear=clear,
+                version=installed("kv-custody"),
+                wanted=request,
+                first=first or 1,
+                last=to,
+                key=key,
+            )
+        except archive.NoSignature as error:
+            raise UsageError(str(error)) from error
+        output.write_bytes(data)
+        if json:
+            written = {
+                "output": str(output),
+                "bytes": len(data),
+                "signed": key is not None,
+                "redacted": not clear,
+                "complete": capture.whole,
+            }
+            say_json(written)
+        else:
+            say(f"{len(data)} bytes written to {output}{'' if key is None else ', signed'}")
+            if not clear:
+                say(f"clear values are in its {archive.IDENTITIES}, which may be taken out")
+        return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+@bundle_app.command
+def verify(
+    archive: Path,
+    /,
+    *,
+    key: Annotated[Path | None, Parameter(name="--key")] = None,
+    json: Json = False,
+) -> int:
+    """Check an archive's sums, signature and commitments, and find its verdicts anew.
+
+    Parameters
+    ----------
+    archive
+        The archive.
+    key
+        The Ed25519 public key (PEM) that it must be signed with.
+    json
+        Print one JSON document.
+    """
+    from transport import bundle as archives
+
+    try:
+        checked = archives.check(archive, key=None if key is None else key.read_bytes())
+    except archives.NoSignature as error:
+        raise UsageError(str(error)) from error
+    if json:
+        say_json(
+            {
+                "intact": not checked.problems,
+                "problems": list(checked.problems),
+                "files": checked.files,
+                "signed_by": checked.signed_by or None,
+                "signature_checked": checked.signature_checked,
+                "identities": checked.identities,
+                "verdict": checked.verdict,
+            }
+        )
+    else:
+        for problem in checked.problems:
+            say(problem)
+        if checked.signed_by:
+            whose = "the given key" if checked.signature_checked else "the key in the archive"
+            say(f"signed by {whose}, fingerprint {checked.signed_by}")
+        else:
+            say("not signed")
+        if checked.verdict:
+            affected = checked.verdict["affected"]
+            say(
+                f"affected answers: at least {affected['least']}, at most {affected['most']}; "
+                f"requests with a violation: {checked.verdict['violations']}"
+            )
+        say("intact" if not checked.problems else f"{len(checked.problems)} problem(s)")
+    return EXIT_FAILED if checked.problems else EXIT_OK
