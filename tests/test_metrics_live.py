@@ -262,10 +262,12 @@ async def test_a_connection_that_asks_for_nothing_is_ended(
     """It holds one of few places, so it may not keep it."""
     monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", 0.2)
     with capture_logs() as logs:
-        async with deployment(model, metrics_port=0, engines=False):
-            async with await anyio.connect_tcp("127.0.0.1", port_in(logs)) as stream:
-                await stream.send(sent)
-                await ends(stream)
+        async with (
+            deployment(model, metrics_port=0, engines=False),
+            await anyio.connect_tcp("127.0.0.1", port_in(logs)) as stream,
+        ):
+            await stream.send(sent)
+            await ends(stream)
     assert not [one for one in logs if one["event"] == "metrics_failed"]
 
 
