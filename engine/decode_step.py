@@ -3,7 +3,8 @@
 Owns: which of the two a model and a pool can use, and that both answer alike.
 Must not know: requests, sampling.
 
-`PlainSteps` is the definition. `CompiledSteps` is what runs on CPUs in float32.
+`PlainSteps` is the definition. `CompiledSteps` is what runs on CPUs in float32, `DeviceSteps` what runs
+on GPUs.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class DecodeSteps(Protocol):
     """Both ways of computing a step."""
 
     path: str
+    reason: str | None
+    """Why steps are plain, where they are."""
 
     def run(self, tokens: Sequence[int], sequences: Sequence[SequenceSlice]) -> Outcome:
         """Append one token to each sequence and give the logits behind it.
@@ -97,6 +100,11 @@ def why_plain(model: Model, pool: KVPool) -> str | None:
 
 def make_steps(model: Model, pool: KVPool, *, threads: int) -> DecodeSteps:
     """The fastest steps that this model, this pool and this installation allow."""
+    if pool.memory.octets.device.type != "cpu":
+        # Imported late, since its results are this module's.
+        from engine.device_steps import DeviceSteps
+
+        return DeviceSteps(model, pool)
     reason = why_plain(model, pool)
     if reason is None:
         code, reason = load_compiled()

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from engine.device_steps import make_batch
 from engine.effects import Post, PrefillSlice, Step
 from engine.model import Model
-from engine.paged import PagedBatch, SequenceSlice
+from engine.paged import SequenceSlice
 from engine.pool import KVPool
 from engine.runner import Life, Packed, copy_plan, isolation_failure, page_runs
 from engine.scrubber import Scrubber, weight_bytes
@@ -57,14 +58,17 @@ class PrefillRunner:
         sequences = [
             SequenceSlice(page_runs(part.pages), part.tag, part.start, part.count) for part in parts
         ]
-        batch = PagedBatch(self.pool, sequences)
+        batch = make_batch(self.pool, sequences)
         tokens: list[int] = []
         positions: list[int] = []
         for part in parts:
             tokens += prompts[part.request][part.start : part.start + part.count]
             positions += range(part.start, part.start + part.count)
         batch.begin_step()
-        self.model.fill(torch.tensor(tokens), torch.tensor(positions), batch)
+        device = self.model.device
+        self.model.fill(
+            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), batch
+        )
         lives = [(part.request, part.attempt) for part in parts]
         mismatches = self.scrubber.after_step(lives, sequences, batch.end_step())
         self.steps += 1
