@@ -182,6 +182,22 @@ traces: $(INSTALL_STAMP) ## Replay whole request traces (CUSTODY_TRACES names th
 	@test -n "$${CUSTODY_TRACES:-}" || { echo "CUSTODY_TRACES must name the folder of the traces; docs/simulator.md says which."; exit 1; }
 	@CUSTODY_TRACES_WHOLE=1 $(BIN)/python -m pytest tests/test_simulate.py -k published --timeout=3000
 
+SOAK_SECONDS ?= 1800
+
+.PHONY: faults
+faults: $(INSTALL_STAMP) ## Every fault at every moment on real processes: the matrix, its figures and docs/endings.md
+	$(say) "Faults: the matrix"
+	@$(BIN)/python -m tests.faults --json docs/endings.json
+	$(say) "Faults: figures"
+	@$(BIN)/python -m tests.faults.figures --json docs/endings.json
+	@$(BIN)/python -m tests.faults.page
+
+.PHONY: faults-soak
+faults-soak: $(INSTALL_STAMP) ## Random faults under load, SOAK_SECONDS long: prints the seed that repeats them
+	$(say) "Faults: $(SOAK_SECONDS) seconds of random faults under load"
+	@$(BIN)/python -m tests.faults.soak --seconds "$(SOAK_SECONDS)" --json docs/endings.json
+	@$(BIN)/python -m tests.faults.page
+
 .PHONY: format
 format: $(INSTALL_STAMP) ## Format the code and apply safe lint fixes
 	@$(BIN)/ruff check --fix-only .

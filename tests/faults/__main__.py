@@ -1,13 +1,13 @@
 """Run the matrix, or the cells whose name contains a text, and say what came of each.
 
-`python -m tests.faults [--json FILE] [TEXT ...]`; the exit code is 1 when a cell failed.
+`python -m tests.faults [--json FILE] [--again] [TEXT ...]`; the exit code is 1 when a cell failed.
+With `--again` the kept results of cells that are not run now stay in the file.
 A failed cell leaves its deployment in doubt, so the next one gets a new deployment.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
@@ -21,6 +21,7 @@ import attrs
 
 from tests.faults.bench import Bench
 from tests.faults.cell import Cell, Result, all_cells, run_cell
+from tests.faults.kept import keep, load
 from tests.process_harness import tiny_model
 
 
@@ -67,12 +68,22 @@ class Run:
         )
 
 
-def report(run: Run, seconds: float) -> dict[str, Any]:
-    """What is kept of a run."""
+def report(run: Run, seconds: float, kept: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a run, in the order of the table; what is run again is replaced."""
+    failures = [{"cell": attrs.asdict(cell), "message": said} for cell, said in run.failures]
+    results = [attrs.asdict(result) for result in run.results]
+    again = [one["cell"] for one in (*results, *failures)]
+    order = [attrs.asdict(cell) for cell in all_cells()]
+
+    def merged(name: str, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        old = [one for one in kept.get(name, ()) if one["cell"] not in again]
+        known = [one for one in (*old, *new) if one["cell"] in order]
+        return sorted(known, key=lambda one: order.index(one["cell"]))
+
     return {
-        "seconds": round(seconds),
-        "cells": [attrs.asdict(result) for result in run.results],
-        "failures": [{"cell": attrs.asdict(cell), "message": said} for cell, said in run.failures],
+        "seconds": kept.get("seconds", 0) + round(seconds),
+        "cells": merged("cells", results),
+        "failures": merged("failures", failures),
     }
 
 
@@ -80,6 +91,7 @@ def main() -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults")
     parser.add_argument("--json", type=Path, help="where to keep the results")
+    parser.add_argument("--again", action="store_true", help="keep what is not run now")
     parser.add_argument("text", nargs="*", help="only cells whose name contains one of these")
     asked = parser.parse_args()
     cells = [c for c in all_cells() if not asked.text or any(t in str(c) for t in asked.text)]
@@ -98,7 +110,8 @@ def main() -> int:
         f"replayed clean, {evaluations} guard evaluations"
     )
     if asked.json is not None:
-        asked.json.write_text(json.dumps(report(run, seconds), indent=1) + "\n", encoding="utf-8")
+        kept = load(asked.json).get("matrix", {}) if asked.again else {}
+        keep(asked.json, "matrix", report(run, seconds, kept))
     return 1 if run.failures or not cells else 0
 
 

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Sequence
 
+import attrs
 import grpc
 
-from lifecycle.events import Aborted, Admitted, Cause, Event, Finished, Rejected
+from lifecycle.events import Aborted, Admitted, Event, Finished, Rejected
 from transport.client import Refused, Unreachable, refusal
 from transport.pb import generation_pb2_grpc
 from transport.pb.generation_pb2 import GenerateRequest, Outcome
@@ -110,52 +111,69 @@ class Asking:
     @property
     def status(self) -> str:
         """What the client was told, in one word or two."""
-        if self.outcome is not None and self.error is None:
-            return "OK"
+        return self.told.status
+
+    @property
+    def told(self) -> Told:
+        """All that the client knows."""
+        return Told(tuple(self.tokens), self.error, self.outcome is not None, self.left)
+
+
+@attrs.frozen
+class Told:
+    """What a client knows at the end of its call."""
+
+    tokens: tuple[int, ...]
+    error: Refused | Unreachable | None
+    whole: bool
+    """Whether an outcome came."""
+    left: bool
+    """Whether the client went away by itself, and was owed nothing."""
+
+    @property
+    def status(self) -> str:
+        """In one word or two."""
         match self.error:
             case Refused(code=code, reason=reason):
                 return f"{code} {reason}".strip()
             case Unreachable():
                 return "UNAVAILABLE"
             case _:
-                return "nothing"
+                return "OK" if self.whole else "nothing"
 
     def doubts(self, events: Sequence[Event], wanted: Sequence[int]) -> list[str]:
-        """Where the answer is not what the log says or not what this prompt alone gives."""
+        """Where this is not what the log says, or not what the prompt gives alone (`wanted`)."""
         found: list[str] = []
         ends = [e for e in events if isinstance(e, Finished | Aborted | Rejected)]
         end = ends[0] if ends else None
-        if self.tokens != list(wanted)[: len(self.tokens)]:
-            found.append(f"other tokens than alone: {self.tokens} instead of {list(wanted)}")
+        if self.tokens != tuple(wanted)[: len(self.tokens)]:
+            found.append(f"other tokens than alone: {self.tokens} instead of {tuple(wanted)}")
         if self.status == "OK":
             if not isinstance(end, Finished):
                 found.append(f"success, and the log says {end}")
             elif not _counted(events, end) == len(self.tokens) == len(wanted):
                 found.append(f"{len(self.tokens)} tokens, the log counts {_counted(events, end)}")
         elif not self.left and isinstance(self.error, Refused):
-            found += self._refusal_doubts(self.error, end)
+            found += _refusal_doubts(self.error, end)
         elif not self.left and not isinstance(self.error, Unreachable):
             found.append("no answer")
         return found
 
-    def _refusal_doubts(
-        self, refused: Refused, end: Finished | Aborted | Rejected | None
-    ) -> list[str]:
-        told = (refused.code, refused.reason)
-        if refused.reason == "LOG_UNAVAILABLE":
-            # Nothing is claimed of the end, only that it cannot be told.
-            return []
-        match end:
-            case Aborted(cause=cause):
-                code, reason = ABORTS[cause]
-                same = told == (code.name, reason)
-                mine = cause in {Cause.CLIENT_CANCEL, Cause.CLIENT_GONE, Cause.DEADLINE}
-                return [] if same or mine else [f"{told}, and the log says {cause}"]
-            case Rejected(code=code):
-                known = (REJECTIONS[code].name, code.name)
-                return [] if told == known else [f"{told}, and the log says {known}"]
-            case _:
-                return [f"{told}, and the log says {end}"]
+
+def _refusal_doubts(refused: Refused, end: Finished | Aborted | Rejected | None) -> list[str]:
+    told = (refused.code, refused.reason)
+    if refused.reason == "LOG_UNAVAILABLE" or told == ("DEADLINE_EXCEEDED", ""):
+        # Nothing is claimed of the end, only that it cannot be told, or was not waited for.
+        return []
+    match end:
+        case Aborted(cause=cause):
+            code, reason = ABORTS[cause]
+            known = (code.name, reason)
+        case Rejected(code=code):
+            known = (REJECTIONS[code].name, code.name)
+        case _:
+            return [f"{told}, and the log says {end}"]
+    return [] if told == known else [f"{told}, and the log says {known}"]
 
 
 def _counted(events: Sequence[Event], end: Finished) -> int:

@@ -39,7 +39,7 @@ from transport.jsonlines import read_log
 ENGINES = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 PACE_SECONDS = 0.02
 WAIT_SECONDS = 40.0
-LEASE_SECONDS = 2.0
+LEASE_SECONDS = 3.0
 SETTLE_SECONDS = 2.0
 PAGE_TOKENS = 16
 PROGRAM = (sys.executable, "-P", "-m", "tests.faults.part")
@@ -83,7 +83,7 @@ class Bench:
         try:
             self.start_scheduler()
             self.start_engines(*self.names)
-            self.wait_until("a first request is answered", self._serves)
+            self.wait_until("a first request is answered", self._serves, READY_SECONDS)
         except BaseException:
             self._kill()
             raise

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from lifecycle.events import Aborted, Finished, Rejected, Requeued
+from lifecycle.events import Aborted, Dropped, Finished, Rejected, Requeued
 from tests.faults.asking import Asking
 from tests.faults.bench import Bench
 from tests.faults.moments import MOMENTS, Scene, kinds
@@ -119,6 +119,8 @@ def _named(events: Sequence[object]) -> list[str]:
             out.append(f"{name}({event.cause.value})")
         elif isinstance(event, Rejected):
             out.append(f"{name}({event.code.value})")
+        elif isinstance(event, Dropped):
+            out.append(f"{name}({event.kind}: {event.rule})")
         else:
             proof = getattr(event, "proof", None)
             cause = getattr(event, "cause", None)
@@ -135,7 +137,7 @@ def _judge(scene: Scene, fault: Fault) -> None:
         # Asked alone and afterwards, so that no page of it can have been lying about before.
         wanted = collect(scene.bench.client.generate(request)).tokens
         events = scene.bench.events(asking.request) if asking.request else []
-        doubts = asking.doubts(events, wanted)
+        doubts = asking.told.doubts(events, wanted)
         assert not doubts, doubts
         asking.close()
     status = scene.target.status

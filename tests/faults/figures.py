@@ -23,6 +23,7 @@ import attrs
 
 from lifecycle.events import Aborted, Drained, Quarantined, Released, Reserved
 from tests.faults.bench import ENGINES, Bench
+from tests.faults.kept import keep
 from tests.faults.load import NS, Done, Load, Shape, answers_doubted, rate
 from tests.process_harness import tiny_model
 
@@ -200,7 +201,7 @@ def main() -> int:
                 out[figure] = FIGURES[figure](bench, sizes)
                 print(f"{figure}: {json.dumps(out[figure])}", flush=True)
     if asked.json is not None:
-        asked.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+        keep(asked.json, "figures", out)
     return 0 if all(figure["passes"] for figure in out.values()) else 1
 
 

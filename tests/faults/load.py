@@ -22,6 +22,7 @@ from transport.pb.generation_pb2 import GenerateRequest
 
 NS = 1e9
 WORDS = 250
+REFUSED_SECONDS = 0.2
 
 
 @attrs.define
@@ -91,9 +92,9 @@ class Load:
             done = self._ask(chance)
             with self._lock:
                 self.done.append(done)
-            if isinstance(done.asking.error, Unreachable):
-                # As any client does that nobody answers.
-                self._stop.wait(0.1)
+            if done.asking.error is not None:
+                # As any client does that is refused, or that nobody answers.
+                self._stop.wait(REFUSED_SECONDS)
 
     def _ask(self, chance: random.Random) -> Done:
         shape = self._shape
@@ -125,7 +126,7 @@ def answers_doubted(bench: Bench, done: list[Done], *, references: int) -> list[
             wanted = alone.tokens if asking.status == "OK" else alone.tokens[: len(wanted)]
         request = asking.request or _named(asking.error)
         events = bench.events(request) if request else []
-        found += [f"{request}: {doubt}" for doubt in asking.doubts(events, wanted)]
+        found += [f"{request}: {doubt}" for doubt in asking.told.doubts(events, wanted)]
     return found
 
 

@@ -9,7 +9,6 @@ Must not know: how a cell is run.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.cell import Cell, all_cells
+from tests.faults.kept import load
 from tests.faults.moments import MOMENTS
 from tests.faults.table import FAULTS, PLANES, Fault, why_impossible
 from tools.generate_docs import MarkerError, begin, end
@@ -144,8 +144,8 @@ def figures(kept: Kept) -> str:
             f"Useful throughput with a tenth of the requests cancelled, against none: "
             f"{it['ratio']} (rounds: {', '.join(map(str, it['ratios']))}; at least {it['target']})."
         )
-    if "soak" in found:
-        lines += ["", *_soaked(found["soak"])]
+    if "soak" in kept:
+        lines += ["", *_soaked(kept["soak"])]
     return "\n".join(lines).strip()
 
 
@@ -182,7 +182,7 @@ def filled(text: str, kept: Kept) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page, or say whether it is what the results say."""
-    kept = json.loads(RESULTS.read_text(encoding="utf-8"))
+    kept = load(RESULTS)
     lacking = missing(kept)
     for line in lacking:
         print(f"{RESULTS.name}: {line}", file=sys.stderr)

@@ -25,6 +25,7 @@ from typing import Any
 import attrs
 
 from tests.faults.bench import LEASE_SECONDS, Bench
+from tests.faults.kept import keep
 from tests.faults.load import Load, Shape, answers_doubted
 from tests.faults.table import EXIT_REFUSED
 from tests.process_harness import tiny_model
@@ -210,7 +211,7 @@ def main() -> int:
         out = soak(Path(name), seconds=asked.seconds, seed=asked.seed, plane=asked.plane)
     print(json.dumps(out, indent=1))
     if asked.json is not None:
-        asked.json.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+        keep(asked.json, "soak", out)
     return 1 if out["untruthful"] else 0
 
 
