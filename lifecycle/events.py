@@ -15,14 +15,18 @@ from enum import Enum
 import attrs
 
 from lifecycle.ids import (
+    PAGES_MAX,
+    RANKS_MAX,
     EngineId,
     GrantId,
     PageRange,
     Party,
     RequestId,
     TokenRange,
+    at_most,
     natural,
     positive,
+    ranks_of,
 )
 
 KV = "kv"
@@ -156,7 +160,7 @@ class Leg:
 
     engine: EngineId
     incarnation: int = attrs.field(validator=positive)
-    ranks: int = attrs.field(validator=positive)
+    ranks: int = attrs.field(validator=at_most(RANKS_MAX))
     page_tokens: int = attrs.field(validator=positive)
     pages_needed: int = attrs.field(validator=positive)
     pages_booked: int = attrs.field(validator=positive)
@@ -166,7 +170,7 @@ class Leg:
 
     def parties(self) -> tuple[Party, ...]:
         """Every rank of this leg."""
-        return tuple(Party(self.engine, self.incarnation, rank) for rank in range(self.ranks))
+        return ranks_of(self.engine, self.incarnation, self.ranks)
 
     def has(self, party: Party) -> bool:
         """Whether that is a rank of this leg."""
@@ -357,8 +361,8 @@ class Attached:
     engine: EngineId
     incarnation: int = attrs.field(validator=positive)
     role: Role
-    ranks: int = attrs.field(validator=positive)
-    pages: int = attrs.field(validator=positive)
+    ranks: int = attrs.field(validator=at_most(RANKS_MAX))
+    pages: int = attrs.field(validator=at_most(PAGES_MAX))
     page_tokens: int = attrs.field(validator=positive)
     layers: int = attrs.field(validator=positive)
     slots: int = attrs.field(validator=positive)

@@ -6,7 +6,8 @@ Must not know: what any event means.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import NewType
 
 import attrs
@@ -41,6 +42,25 @@ def positive(instance: object, attribute: attrs.Attribute[int], value: int) -> N
         raise ValueError(msg)
 
 
+PAGES_MAX = 1 << 24
+"""Pages of a rank's pool; whoever reads a log keeps a bit for each in every account."""
+
+RANKS_MAX = 1 << 12
+"""Ranks of an engine."""
+
+
+def at_most(limit: int) -> Callable[[object, attrs.Attribute[int], int], None]:
+    """A validator of events' fields that refuses a number below one or above the limit."""
+
+    def check(instance: object, attribute: attrs.Attribute[int], value: int) -> None:
+        positive(instance, attribute, value)
+        if value > limit:
+            msg = f"{type(instance).__name__}.{attribute.name} is {value}, the limit is {limit}"
+            raise ValueError(msg)
+
+    return check
+
+
 # Parties and grants are looked up far more often than they are made.
 @attrs.frozen(order=True, cache_hash=True)
 class Party:
@@ -52,6 +72,12 @@ class Party:
 
     def __str__(self) -> str:
         return f"{self.engine}/{self.incarnation}/{self.rank}"
+
+
+@lru_cache(maxsize=1024)
+def ranks_of(engine: EngineId, incarnation: int, ranks: int) -> tuple[Party, ...]:
+    """Every rank of one life of an engine; asked for with every admission, so kept."""
+    return tuple(Party(engine, incarnation, rank) for rank in range(ranks))
 
 
 @attrs.frozen(order=True, cache_hash=True)
@@ -71,6 +97,11 @@ class PageRange:
 
     first: int = attrs.field(validator=natural)
     count: int = attrs.field(validator=positive)
+
+    def __attrs_post_init__(self) -> None:
+        if self.first + self.count > PAGES_MAX:
+            msg = f"pages {self.first} to {self.first + self.count - 1}: a pool has {PAGES_MAX}"
+            raise ValueError(msg)
 
     @property
     def stop(self) -> int:

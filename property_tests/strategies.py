@@ -46,13 +46,24 @@ from lifecycle.events import (
     Transferred,
     Verified,
 )
-from lifecycle.ids import EngineId, GrantId, PageRange, Party, RequestId, TokenRange, request_id
+from lifecycle.ids import (
+    PAGES_MAX,
+    RANKS_MAX,
+    EngineId,
+    GrantId,
+    PageRange,
+    Party,
+    RequestId,
+    TokenRange,
+    request_id,
+)
 
 WORD = (1 << 64) - 1
 RANK = (1 << 32) - 1
 
 naturals = st.integers(0, WORD)
 positives = st.integers(1, WORD)
+page_counts = st.integers(1, PAGES_MAX // 2)
 words = st.integers(0, WORD)
 tags = st.integers(1, WORD)
 texts = st.text(max_size=12)
@@ -77,7 +88,9 @@ def grant_ids() -> SearchStrategy[GrantId]:
 
 
 def page_ranges() -> SearchStrategy[tuple[PageRange, ...]]:
-    return st.lists(st.builds(PageRange, naturals, positives), min_size=1, max_size=3).map(tuple)
+    return st.lists(st.builds(PageRange, page_counts, page_counts), min_size=1, max_size=3).map(
+        tuple
+    )
 
 
 @st.composite
@@ -95,7 +108,7 @@ def legs() -> SearchStrategy[Leg]:
         Leg,
         engine=engine_ids(),
         incarnation=positives,
-        ranks=st.integers(1, RANK),
+        ranks=st.integers(1, RANKS_MAX),
         page_tokens=positives,
         pages_needed=positives,
         pages_booked=positives,
@@ -236,8 +249,8 @@ def attached() -> SearchStrategy[Attached]:
         engine=engine_ids(),
         incarnation=positives,
         role=st.sampled_from(Role),
-        ranks=st.integers(1, RANK),
-        pages=positives,
+        ranks=st.integers(1, RANKS_MAX),
+        pages=page_counts,
         page_tokens=positives,
         layers=positives,
         slots=positives,

@@ -32,6 +32,7 @@ from transport import codec
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc
+from transport.protocol_version import PROTOCOL_MAJOR, PROTOCOL_MINOR
 from transport.tls import PLAIN, Dial
 
 FIRST_TOKEN = 10
@@ -74,6 +75,7 @@ class FakeEngine:
         self.published: list[pb.Publication] = []
         self.order: list[str] = []
         self.endpoint = ""
+        self.protocol = (PROTOCOL_MAJOR, PROTOCOL_MINOR)
         self.hush = False
         self.gone = anyio.Event()
         self.beat = anyio.Event()
@@ -222,6 +224,8 @@ class FakeEngine:
             process_id=1,
             highest_proposal=self.core.next_number - 1,
             tokenizer=self.tokenizer,
+            protocol_major=self.protocol[0],
+            protocol_minor=self.protocol[1],
         )
         if self.core.epoch:
             hello.cursor.CopyFrom(self._cursor())

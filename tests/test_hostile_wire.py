@@ -37,7 +37,7 @@ from lifecycle.events import (
     Transferred,
     Verified,
 )
-from lifecycle.ids import EngineId, GrantId, PageRange, Party, RequestId, TokenRange
+from lifecycle.ids import PAGES_MAX, EngineId, GrantId, PageRange, Party, RequestId, TokenRange
 from lifecycle.replay import replay
 from lifecycle.rules import RULES
 from tests.bad_input import nothing_lost
@@ -71,10 +71,12 @@ def lies(party: Party, grant: GrantId) -> Iterator[Proposable]:
         own = GrantId(party, number)
         pages, tokens = (PageRange(number % 8, 1),), TokenRange(0, 4)
         yield Reserved(own, Purpose.DESTINATION, pages, tokens, "kv", number, (party,))
-        yield Reserved(grant, Purpose.SOURCE, (PageRange(1 << 60, HUGE),), tokens, "kv", 1)
+        yield Reserved(grant, Purpose.SOURCE, (PageRange(1, PAGES_MAX - 1),), tokens, "kv", 1)
         yield Reserved(own, Purpose.GROWTH, pages * 300, TokenRange(0, HUGE), "kv", 1)
         yield Transferred(grant, TokenRange(number, number), pages, 1, 1, 1, 1)
-        yield Transferred(grant, TokenRange(1 << 40, 1 << 41), (PageRange(HUGE, 1),), 1, 1, 1, 1)
+        yield Transferred(
+            grant, TokenRange(1 << 40, 1 << 41), (PageRange(PAGES_MAX - 1, 1),), 1, 1, 1, 1
+        )
         yield Transferred(own, tokens, pages, 1, 1, 1, 1)
         yield Drained(grant, party, Proof.FENCED)
         yield Drained(grant, PREFILL, Proof.ACKNOWLEDGED)

@@ -51,7 +51,7 @@ from transport.fleet_client import (
 )
 from transport.logging_setup import bind
 from transport.pb import fleet_pb2 as pb
-from transport.process_ends import this_process
+from transport.protocol_version import about_this_part
 from transport.settings import EngineSettings
 from transport.waker import Waker
 
@@ -391,10 +391,9 @@ class EngineShell:
             endpoint=memory.descriptor,
             plane=memory.plane.capabilities.name,
             fence_scope=FENCE_SCOPES.encode(memory.fence_scope),
-            process_id=os.getpid(),
+            **about_this_part(),
             cursor=self._cursor() if core.epoch else None,
             highest_proposal=core.next_number - 1,
             model=self._settings.model,
             tokenizer=loaded.tokenizer.fingerprint,
-            process=this_process(),
         )

@@ -26,13 +26,13 @@ from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.fleet_streams import FleetStreams, Link, Rank
 from transport.pb import fleet_pb2 as pb
 from transport.process_ends import PROCESS_CHARACTERS_MAX
+from transport.protocol_version import protocol_refusal
 
 if TYPE_CHECKING:
     from transport.scheduler_owner import SchedulerOwner
 
 HEARTBEATS_PER_LEASE = 5
-# Every pool is some bits a page in this process's memory, and its tokens are counted in 64 bits.
-PAGES_MAX = 1 << 24
+# The tokens of a pool are counted in 64 bits.
 PAGE_TOKENS_MAX = 1 << 16
 SLOTS_MAX = 1 << 16
 _log = structlog.get_logger("custody.fleet")
@@ -125,12 +125,15 @@ class FleetDesk:
                 return pb.ATTACH_REFUSAL_SUPERSEDED, f"incarnation {known} follows {name}"
             if known == attached.incarnation and current.lost is not None:
                 return pb.ATTACH_REFUSAL_LOST, f"{name} was declared lost ({current.lost.value})"
+        unfit = protocol_refusal(hello.protocol_major, hello.protocol_minor)
+        if unfit is not None:
+            return pb.ATTACH_REFUSAL_PROTOCOL, f"{name} {unfit}"
         known_rank = self.streams.ranks.get(codec.decode_party(hello.party))
         if known_rank is not None and known_rank.process_id != hello.process_id:
             # One incarnation is one memory: pages of the other process are not this one's.
             message = f"{name} is process {known_rank.process_id}, not process {hello.process_id}"
             return pb.ATTACH_REFUSAL_SUPERSEDED, message
-        sizes = {"pages": PAGES_MAX, "page_tokens": PAGE_TOKENS_MAX, "slots": SLOTS_MAX}
+        sizes = {"page_tokens": PAGE_TOKENS_MAX, "slots": SLOTS_MAX}
         for field, limit in sizes.items():
             if getattr(attached, field) > limit:
                 message = f"{name} has {getattr(attached, field)} {field}, the limit is {limit}"
