@@ -44,6 +44,7 @@ class CompiledSteps:
     """Steps of a float32 model on a CPU by `threads` threads; one step at a time."""
 
     path = "compiled"
+    reason: str | None = None
 
     def __init__(self, model: Model, pool: KVPool, *, threads: int) -> None:
         self._model = model

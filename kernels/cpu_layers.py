@@ -28,11 +28,10 @@ from kernels.cpu_products import (
     FLOAT_BYTES,
     MINUS_INFINITY,
     attend_page,
-    dot_1_1,
     product,
     weigh,
 )
-from kernels.cpu_vector import LANES
+from kernels.cpu_vector import LANES, dot
 
 WORD = 8
 LOW_32 = 0xFFFFFFFF
@@ -183,7 +182,7 @@ def normalise(s: Shape, p: Plan, a: Arena, inputs: int, weight: int) -> None:
     width = s.hidden * FLOAT_BYTES
     for row in range(p.rows):
         source = a.hidden + row * width
-        squares = dot_1_1(source, 0, source, 0, s.hidden, 0)[0]
+        squares = dot(source, source, s.hidden)
         factor = (squares / s.hidden + s.epsilon) ** -0.5
         scale_by_weights(source, factor, weight, inputs + row * width, s.hidden)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from kernels.cpu_compile import compiled
 from kernels.cpu_elementwise import exponentials, greatest, scale_row
 from kernels.cpu_memory import load_float, store_float
-from kernels.cpu_vector import COLUMNS, LANES, dot_tile, weigh_tile
+from kernels.cpu_vector import COLUMNS, LANES, dot, dot_tile, weigh_tile
 
 FLOAT_BYTES = 4
 MINUS_INFINITY = float("-inf")
@@ -19,15 +19,35 @@ MINUS_INFINITY = float("-inf")
 _WIDE = 64 // LANES
 _NARROW = 16 // LANES
 
-dot_1_1 = dot_tile(1, 1)
-_dot_2_1 = dot_tile(2, 1)
-_dot_4_1 = dot_tile(4, 1)
+_dot_1_1 = dot_tile(1, 1)
 _dot_1_n = dot_tile(1, COLUMNS)
 _dot_2_n = dot_tile(2, COLUMNS)
+_dot_3_n = dot_tile(3, COLUMNS)
 _dot_4_n = dot_tile(4, COLUMNS)
 _weigh_wide_1 = weigh_tile(1, _WIDE)
 _weigh_wide_2 = weigh_tile(2, _WIDE)
+_weigh_wide_3 = weigh_tile(3, _WIDE)
 _weigh_narrow_1 = weigh_tile(1, _NARROW)
+
+
+@compiled
+def _tiles(
+    w: int, w_stride: int, x: int, x_stride: int, rows: int, length: int, ahead: int,
+    out: int, out_stride: int,
+) -> None:  # fmt: skip
+    """COLUMNS weights against any number of rows."""
+    row = 0
+    while row + 4 <= rows:
+        place = out + row * out_stride
+        _dot_4_n(w, w_stride, x + row * x_stride, x_stride, length, ahead, place, out_stride)
+        row += 4
+    inputs, place = x + row * x_stride, out + row * out_stride
+    if rows - row == 3:
+        _dot_3_n(w, w_stride, inputs, x_stride, length, ahead, place, out_stride)
+    elif rows - row == 2:
+        _dot_2_n(w, w_stride, inputs, x_stride, length, ahead, place, out_stride)
+    elif rows - row == 1:
+        _dot_1_n(w, w_stride, inputs, x_stride, length, ahead, place, out_stride)
 
 
 @compiled
@@ -49,32 +69,14 @@ def product(
     ahead = COLUMNS * w_stride
     column = 0
     while column + COLUMNS <= columns:
-        row = 0
-        target = out + column * FLOAT_BYTES
-        while row + 4 <= rows:
-            sums = _dot_4_n(w, w_stride, x + row * x_stride, x_stride, length, ahead)
-            for i in range(4):
-                for j in range(COLUMNS):
-                    place = target + (row + i) * out_stride + j * FLOAT_BYTES
-                    store_float(place, sums[i * COLUMNS + j])
-            row += 4
-        if row + 2 <= rows:
-            pair = _dot_2_n(w, w_stride, x + row * x_stride, x_stride, length, ahead)
-            for i in range(2):
-                for j in range(COLUMNS):
-                    place = target + (row + i) * out_stride + j * FLOAT_BYTES
-                    store_float(place, pair[i * COLUMNS + j])
-            row += 2
-        if row < rows:
-            single = _dot_1_n(w, w_stride, x + row * x_stride, x_stride, length, ahead)
-            for j in range(COLUMNS):
-                store_float(target + row * out_stride + j * FLOAT_BYTES, single[j])
+        place = out + column * FLOAT_BYTES
+        _tiles(w, w_stride, x, x_stride, rows, length, ahead, place, out_stride)
         w += COLUMNS * w_stride
         column += COLUMNS
     while column < columns:
         for row in range(rows):
-            last = dot_1_1(w, w_stride, x + row * x_stride, x_stride, length, 0)
-            store_float(out + row * out_stride + column * FLOAT_BYTES, last[0])
+            place = out + row * out_stride + column * FLOAT_BYTES
+            _dot_1_1(w, 0, x + row * x_stride, 0, length, 0, place, 0)
         w += w_stride
         column += 1
 
@@ -94,19 +96,24 @@ def weigh(p: int, count: int, values: int, stride: int, out: int, head_dim: int)
 
 
 @compiled
-def _weigh_two(
-    p: int, p_stride: int, count: int, values: int, stride: int, out: int, head_dim: int
+def _weigh_heads(
+    heads: int, p: int, p_stride: int, count: int, values: int, stride: int, out: int, head_dim: int
 ) -> None:
-    """As `weigh` for two heads that share their values; the same sums."""
+    """As `weigh` for one, two or three heads that share their values; the same sums."""
     out_stride = head_dim * FLOAT_BYTES
     done = 0
     while done + 64 <= head_dim:
-        offset = done * FLOAT_BYTES
-        _weigh_wide_2(p, p_stride, values + offset, stride, count, out + offset, out_stride)
+        here, place = values + done * FLOAT_BYTES, out + done * FLOAT_BYTES
+        if heads == 3:
+            _weigh_wide_3(p, p_stride, here, stride, count, place, out_stride)
+        elif heads == 2:
+            _weigh_wide_2(p, p_stride, here, stride, count, place, out_stride)
+        else:
+            _weigh_wide_1(p, p_stride, here, stride, count, place, out_stride)
         done += 64
     while done < head_dim:
         offset = done * FLOAT_BYTES
-        for head in range(2):
+        for head in range(heads):
             place = out + offset + head * out_stride
             _weigh_narrow_1(p + head * p_stride, 0, values + offset, stride, count, place, 0)
         done += 16
@@ -114,55 +121,30 @@ def _weigh_two(
 
 @compiled
 def page_scores(
-    queries: int,
-    group: int,
-    head_dim: int,
-    keys: int,
-    stride: int,
-    count: int,
-    scores: int,
-    scores_stride: int,
-) -> None:
+    queries: int, group: int, head_dim: int, keys: int, stride: int, values_offset: int,
+    count: int, scores: int, scores_stride: int,
+) -> None:  # fmt: skip
     """Scores of `group` queries against the `count` keys of one page and KV head.
 
+    The values that stand `values_offset` behind the keys are asked for on the way.
     What stands behind the last score, up to the next multiple of LANES, is minus infinity.
     """
     step = head_dim * FLOAT_BYTES
-    head = 0
-    while head < group:
-        query = queries + head * step
-        target = scores + head * scores_stride
-        taken = 4 if group - head >= 4 else (2 if group - head >= 2 else 1)
-        key = 0
-        while key + COLUMNS <= count:
-            place = keys + key * stride
-            if taken == 4:
-                four = _dot_4_n(place, stride, query, step, head_dim, 0)
-                for i in range(4):
-                    for j in range(COLUMNS):
-                        at = target + i * scores_stride + (key + j) * FLOAT_BYTES
-                        store_float(at, four[i * COLUMNS + j])
-            elif taken == 2:
-                two = _dot_2_n(place, stride, query, step, head_dim, 0)
-                for i in range(2):
-                    for j in range(COLUMNS):
-                        at = target + i * scores_stride + (key + j) * FLOAT_BYTES
-                        store_float(at, two[i * COLUMNS + j])
-            else:
-                one = _dot_1_n(place, stride, query, step, head_dim, 0)
-                for j in range(COLUMNS):
-                    store_float(target + (key + j) * FLOAT_BYTES, one[j])
-            key += COLUMNS
-        while key < count:
-            for i in range(taken):
-                last = dot_1_1(keys + key * stride, 0, query + i * step, 0, head_dim, 0)
-                store_float(target + i * scores_stride + key * FLOAT_BYTES, last[0])
-            key += 1
-        padded = (count + LANES - 1) // LANES * LANES
-        for i in range(taken):
-            for behind in range(count, padded):
-                store_float(target + i * scores_stride + behind * FLOAT_BYTES, MINUS_INFINITY)
-        head += taken
+    key = 0
+    while key + COLUMNS <= count:
+        place = scores + key * FLOAT_BYTES
+        here = keys + key * stride
+        _tiles(here, stride, queries, step, group, head_dim, values_offset, place, scores_stride)
+        key += COLUMNS
+    while key < count:
+        for head in range(group):
+            place = scores + head * scores_stride + key * FLOAT_BYTES
+            _dot_1_1(keys + key * stride, 0, queries + head * step, 0, head_dim, 0, place, 0)
+        key += 1
+    padded = (count + LANES - 1) // LANES * LANES
+    for head in range(group):
+        for behind in range(count, padded):
+            store_float(scores + head * scores_stride + behind * FLOAT_BYTES, MINUS_INFINITY)
 
 
 @compiled
@@ -186,7 +168,7 @@ def attend_page(
     sums: float32 [group, head_dim], weighted values; highest, totals: float32 [group], the
     greatest score and the sum of exponentials, both as of the pages before.
     """
-    page_scores(queries, group, head_dim, keys, stride, count, scores, scores_stride)
+    page_scores(queries, group, head_dim, keys, stride, values_offset, count, scores, scores_stride)
     padded = (count + LANES - 1) // LANES * LANES
     row = head_dim * FLOAT_BYTES
     for head in range(group):
@@ -197,7 +179,7 @@ def attend_page(
         # What stood behind the last score must add nothing.
         for behind in range(count, padded):
             store_float(place + behind * FLOAT_BYTES, 0.0)
-        total = dot_1_1(place, 0, ones, 0, padded, 0)[0]
+        total = dot(place, ones, padded)
         if top > before:
             shrink = scores + group * scores_stride
             store_float(shrink, before)
@@ -213,9 +195,10 @@ def attend_page(
         store_float(totals + head * FLOAT_BYTES, total)
     head = 0
     values = keys + values_offset
-    while head + 2 <= group:
+    while head < group:
+        taken = min(3, group - head)
         place = scores + head * scores_stride
-        _weigh_two(place, scores_stride, count, values, stride, sums + head * row, head_dim)
-        head += 2
-    if head < group:
-        weigh(scores + head * scores_stride, count, values, stride, sums + head * row, head_dim)
+        _weigh_heads(
+            taken, place, scores_stride, count, values, stride, sums + head * row, head_dim
+        )
+        head += taken

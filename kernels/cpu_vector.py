@@ -11,7 +11,7 @@ same numbers in the same order into lanes of its own and folds the lanes by the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from llvmlite import binding, ir
 from numba import types
@@ -141,56 +141,102 @@ def addresses(builder: Builder, first: Value, stride: Value, count: int) -> list
     return [builder.add(first, times(builder, stride, number)) for number in range(count)]
 
 
-def dot_tile(rows: int, columns: int) -> Tile:
-    """A tile of dot products of float32.
+def _sums(builder: Builder, vectors: Sequence[Value]) -> Value:
+    """The lanes of each vector added by the tree of `fold`, all results in one short vector.
 
-    The tile takes (w, w_stride, x, x_stride, length, ahead): `columns` weight rows from address
-    `w` on, `rows` activation rows from address `x` on, all of `length` elements.
-    It returns rows * columns sums, `sum[row * columns + column]`, and asks the memory for the
-    bytes that stand `ahead` bytes behind those that it reads.
+    Two vectors are halved into one that holds the sums of both, and so on; so several sums cost
+    little more than one.
+    """
+    left, width = list(vectors), LANES
+    groups = 1
+    while len(left) > 1 or width > 1:
+        width //= 2
+        two = len(left) > 1
+        pairs = list(zip(left[::2], left[1::2], strict=True)) if two else [(left[0], left[0])]
+        starts = [2 * width * group for group in range(groups)]
+        if two:
+            starts += [LANES + start for start in starts]
+            groups *= 2
+        kind = ir.VectorType(INT32, groups * width)
+        low = ir.Constant(kind, [start + i for start in starts for i in range(width)])
+        high = ir.Constant(kind, [start + width + i for start in starts for i in range(width)])
+        left = [
+            builder.fadd(builder.shuffle_vector(x, y, low), builder.shuffle_vector(x, y, high))
+            for x, y in pairs
+        ]
+    return left[0]
+
+
+def dot_tile(rows: int, columns: int) -> Tile:
+    """A tile of dot products of float32; `columns` is a power of two.
+
+    The tile takes (w, w_stride, x, x_stride, length, ahead, out, out_stride): `columns` weight
+    rows from address `w` on, `rows` activation rows from address `x` on, all of `length` elements.
+    It stores `out[row][column]`, and asks the memory for the bytes that stand `ahead` bytes behind
+    those weights that it reads.
     """
 
     @intrinsic
     def tile(
-        _context: Any, w: Any, w_stride: Any, x: Any, x_stride: Any, length: Any, ahead: Any
+        _context: Any,
+        w: Any,
+        w_stride: Any,
+        x: Any,
+        x_stride: Any,
+        length: Any,
+        ahead: Any,
+        out: Any,
+        out_stride: Any,
     ) -> Any:
         def generate(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-            w, w_stride, x, x_stride, length, ahead = args
+            w, w_stride, x, x_stride, length, ahead, out, out_stride = args
             weights = addresses(builder, w, w_stride, columns)
             inputs = addresses(builder, x, x_stride, rows)
-            steps = builder.sdiv(length, ir.Constant(INT64, LANES))
+            sums = _dots(builder, weights, inputs, length, ahead)
+            for row, place in enumerate(addresses(builder, out, out_stride, rows)):
+                total = _sums(builder, sums[row * columns : (row + 1) * columns])
+                builder.store(total, pointer(builder, place, total.type), align=4)
+            return ir.Constant(INT64, 0)
 
-            def body(index: Value, sums: Sequence[Value]) -> list[Value]:
-                offset = times(builder, index, 4 * LANES)
-                places = [builder.add(base, offset) for base in weights]
-                for place in places:
-                    prefetch(builder, builder.add(place, ahead))
-                loaded = [load(builder, place) for place in places]
-                results = []
-                for row, base in enumerate(inputs):
-                    value = load(builder, builder.add(base, offset))
-                    for column, weight in enumerate(loaded):
-                        total = sums[row * columns + column]
-                        results.append(fma(builder, value, weight, total))
-                return results
-
-            zero = ir.Constant(VECTOR, [0.0] * LANES)
-            sums = loop(builder, steps, [zero] * (rows * columns), body)
-            return _tuple(builder, [fold(builder, total, builder.fadd) for total in sums])
-
-        # Its constructor has no types of its own.
-        result = cast("Any", types.UniTuple)(types.float32, rows * columns)
-        return result(w, w_stride, x, x_stride, length, ahead), generate
+        return types.int64(w, w_stride, x, x_stride, length, ahead, out, out_stride), generate
 
     return tile
 
 
-def _tuple(builder: Builder, values: Sequence[Value]) -> Value:
-    """Values of one type as the array that a homogeneous tuple is."""
-    packed = ir.Constant(ir.ArrayType(FLOAT, len(values)), ir.Undefined)
-    for number, value in enumerate(values):
-        packed = builder.insert_value(packed, value, number)
-    return packed
+def _dots(
+    builder: Builder, weights: Sequence[Value], inputs: Sequence[Value], length: Value, ahead: Value
+) -> list[Value]:
+    """A vector of partial sums for each input and weight, inputs first."""
+    columns = len(weights)
+
+    def body(index: Value, sums: Sequence[Value]) -> list[Value]:
+        offset = times(builder, index, 4 * LANES)
+        places = [builder.add(base, offset) for base in weights]
+        for place in places:
+            prefetch(builder, builder.add(place, ahead))
+        loaded = [load(builder, place) for place in places]
+        results = []
+        for row, base in enumerate(inputs):
+            value = load(builder, builder.add(base, offset))
+            for column, weight in enumerate(loaded):
+                results.append(fma(builder, value, weight, sums[row * columns + column]))
+        return results
+
+    zero = ir.Constant(VECTOR, [0.0] * LANES)
+    steps = builder.sdiv(length, ir.Constant(INT64, LANES))
+    return loop(builder, steps, [zero] * (columns * len(inputs)), body)
+
+
+@intrinsic
+def dot(_context: Any, x: Any, y: Any, length: Any) -> Any:
+    """The sum of `x[i] * y[i]`, as every tile adds it."""
+
+    def generate(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        x, y, length = args
+        sums = _dots(builder, [y], [x], length, ir.Constant(INT64, 0))
+        return fold(builder, sums[0], builder.fadd)
+
+    return types.float32(x, y, length), generate
 
 
 def weigh_tile(rows: int, vectors: int) -> Tile:

@@ -142,3 +142,10 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         pack.pack(
             source, one, memory(LAYOUTS[1], 2, seed=1), one, tag=TAG, positions=one, filled=one
         )
+
+
+def test_compiled_code_can_be_got_ready() -> None:
+    """Calling everything with nothing to do touches nothing and does not fail."""
+    code, _ = cpu.load_compiled()
+    code.prepare()
+    assert code.KEPT

@@ -22,6 +22,7 @@ from engine.runner_decode import DecodeRunner
 from engine.runner_prefill import PrefillRunner
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import load_model
+from kernels import cpu as compiled
 from kernels.layout import PageLayout
 from lifecycle.events import Role
 from lifecycle.ids import Party, RequestId
@@ -80,6 +81,7 @@ def load(settings: EngineSettings, progress: Progress) -> Loaded:
     model = load_model(settings.model, progress=progress)
     tokenizer = load_tokenizer(settings.model, progress=progress)
     layout = page_layout(model, page_tokens=settings.page_tokens)
+    load_compiled_code()
     return Loaded(model, tokenizer, layout, fingerprint(model, layout))
 
 
@@ -96,6 +98,25 @@ class MakeOwner(Protocol):
         digest: LifeDigest,
         send: Send,
     ) -> Owner[Any]: ...
+
+
+def load_compiled_code() -> None:
+    """Get compiled code ready before anybody waits for a token, and say in one line what there is.
+
+    It is compiled once for a version and a processor, which takes ten seconds and more, and then
+    read from disk.
+    """
+    start = time.perf_counter()
+    code, reason = compiled.load_compiled()
+    if code is None:
+        _log.warning("computing_plainly", reason=reason)
+        return
+    code.prepare()
+    ready = {"seconds": round(time.perf_counter() - start, 2)}
+    if code.KEPT:
+        _log.info("compiled_code_ready", **ready)
+    else:
+        _log.warning("compiled_code_not_kept", reason="no cache folder can be written", **ready)
 
 
 def make_owner(
