@@ -21,7 +21,7 @@ INSTALL_STAMP := $(VENV)/.stamp-install
 MODEL := .cache/models/SmolLM2-135M-Instruct.Q4_1.gguf
 NODE := .cache/node
 NODE_STAMP := $(NODE)/.stamp-install
-SOURCES := lifecycle kernels engine transport tools tests property_tests examples conftest.py
+SOURCES := lifecycle kernels engine transport tools scripts tests property_tests examples conftest.py
 
 say = @printf '\n==> %s\n'
 

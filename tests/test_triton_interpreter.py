@@ -6,6 +6,7 @@ compiled, so it runs in a process of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -40,3 +41,20 @@ def test_the_kernels_keep_every_claim(record_property: Callable[[str, object], N
     assert not re.search("skipped|xfailed|deselected", told), told
     assert int(passed[1]) >= 100
     record_property("summary", f"Triton kernels in the interpreter: {passed[1]} claims")
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_without_a_gpu() -> None:
+    """The prepared script goes through all of its cases on tiny shapes, and finds them right."""
+    command = [sys.executable, "-m", "scripts.gpu_check", "--device", "cpu", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        command, cwd=house.ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-10_000:]
+    rows = json.loads(run.stdout)
+    assert [row for row in rows if row["passed"] is False] == []
+    parts = {row["part"].split(" ")[0].strip(",") for row in rows}
+    assert parts == {"decode", "prefill", "digest", "pack", "write", "check", "pages", "step"}
+    # Times mean nothing here, so nothing is asked of them.
+    assert sum(row["passed"] is True for row in rows) == 19

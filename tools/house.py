@@ -34,7 +34,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "transport": frozenset({"lifecycle", "kernels", "engine"}),
 }
 # Nothing that serves a request imports what only builds or tests it.
-OUTSIDE = frozenset({"tests", "property_tests", "tools", "conftest"})
+OUTSIDE = frozenset({"tests", "property_tests", "tools", "scripts", "conftest"})
 # The outside world is `transport`'s; an engine is handed what it needs.
 TRANSPORT_ONLY = frozenset(
     {"cyclopts", "google", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "http"}

@@ -1,0 +1,1 @@
+"""Prepared one-off measurements, run by hand on machines that have what they need."""
