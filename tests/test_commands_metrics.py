@@ -126,6 +126,20 @@ async def test_a_captured_log_gives_what_the_scheduler_prints(
     assert any(one["name"] == "custody_queued_requests" for one in lines)
 
 
+def test_a_replay_says_how_requests_ended(tmp_path: Path, capsys: Capsys) -> None:
+    """By the same tally: outcomes with their reasons, and pages that are out of circulation."""
+    log = handmade.closed(handmade.Log()).add(handmade.rejected(), request=handmade.TWO)
+    path = write_log(tmp_path / "log.jsonl", log.entries)
+    assert cli.run(["replay", str(path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "ends: aborted (client_cancel) 1, rejected (queue_full) 1" in said
+    assert "pages in quarantine (no_proof): 3" in said
+    assert cli.run(["replay", "--json", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ends"] == {"aborted (client_cancel)": 1, "rejected (queue_full)": 1}
+    assert found["quarantined_pages"] == {"no_proof": 3}
+
+
 def test_the_status_says_why_pages_are_in_quarantine() -> None:
     """A scheduler that finds quarantined pages in its log shows how many there are of each cause."""
     store = MemoryStore()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lifecycle.ids import RequestId
+from lifecycle.ids import FLEET, RequestId
 from transport.commands_log import UnknownRequest, log_app
 from transport.commands_shared import (
     CALL,
@@ -35,6 +35,7 @@ from transport.commands_shared import (
 
 if TYPE_CHECKING:
     from lifecycle.replay import Finding, Replayer
+    from lifecycle.tally import Tally
     from transport.forensics_read import Capture
     from transport.settings import CallSettings
 
@@ -140,11 +141,13 @@ def replay(
         if position is not None and position < 1:
             raise UsageError(f"{name} {position}: positions begin at 1")
     from lifecycle.replay import Replayer
+    from lifecycle.tally import Tally
     from transport import replay_text
 
     with opened(file) as capture:
         replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
-        _replayed(capture, replayer, at)
+        tally = Tally(replayer.history)
+        replayed(capture, replayer, tally, at=at)
         if at is not None:
             if json:
                 say_json(replay_text.world_object(replayer.history, replayer.position))
@@ -158,12 +161,13 @@ def replay(
         shown = [one for one in report.findings if _wanted(one, request, first, to)]
         if json:
             document = replay_text.replay_object(capture, report, shown)
+            document |= replay_text.tally_object(tally)
             if request is not None:
                 state = replayer.history.requests.get(RequestId(request))
                 document["state"] = None if state is None else replay_text.state_object(state)
             say_json(document)
         else:
-            for line in replay_text.replay_lines(capture, report, shown):
+            for line in replay_text.replay_lines(capture, report, shown, tally):
                 say(line)
             state = replayer.history.requests.get(RequestId(request)) if request else None
             if state is not None:
@@ -175,7 +179,8 @@ def replay(
     return EXIT_FAILED if shown else EXIT_OK
 
 
-def _replayed(capture: Capture, replayer: Replayer, at: int | None) -> None:
+def replayed(capture: Capture, replayer: Replayer, tally: Tally, *, at: int | None = None) -> None:
+    """Replay up to a position, and count whatever was taken in."""
     # A snapshot stands for what was dropped.
     gaps = 0 if capture.snapshot is None else len(capture.missing)
     for position, entry in capture:
@@ -185,7 +190,9 @@ def _replayed(capture: Capture, replayer: Replayer, at: int | None) -> None:
             # What is missing made others' entries illegal: take them in as they stand.
             gaps = len(capture.missing) + len(capture.unknown)
             replayer.forcing = True
-        replayer.take(position, entry)
+        legal = replayer.take(position, entry) is None
+        if legal or (replayer.forcing and entry.request != FLEET):
+            tally.note(entry)
 
 
 def _wanted(finding: Finding, request: str | None, first: int | None, to: int | None) -> bool:

@@ -63,24 +63,19 @@ def metrics(
 
 def _of_log(file: Path) -> tuple[str, int]:
     """The metrics of a log, and the exit code that `replay` would give it."""
-    from lifecycle.ids import FLEET
     from lifecycle.replay import Replayer
     from lifecycle.tally import Tally
-    from transport.commands_forensics import opened
+    from transport.commands_forensics import opened, replayed
     from transport.metrics_text import exposition
 
     with opened(file) as capture:
         replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
         tally = Tally(replayer.history)
-        for position, entry in capture:
-            legal = replayer.take(position, entry) is None
-            # What another system did is counted as it stands.
-            if legal or (capture.foreign and entry.request != FLEET):
-                tally.note(entry)
+        replayed(capture, replayer, tally)
         report = replayer.report(whole=capture.whole)
     text = exposition(tally.families())
     if not capture.whole:
-        note("incomplete: what is missing is not counted, nor what is illegal without it")
+        note("incomplete: what is missing is not counted")
         return text, EXIT_UNREADABLE
     if not report.clean:
         counted = "counted as they stand" if capture.foreign else "not counted"

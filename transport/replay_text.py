@@ -15,13 +15,17 @@ from lifecycle.ids import count_pages
 from lifecycle.replay import Finding, Report
 from lifecycle.rules import RULES
 from lifecycle.state import OPEN, Grant, RequestState
+from lifecycle.tally import Tally
+from lifecycle.tally_metrics import REQUESTS
 from transport.forensics_read import Capture
 from transport.render import clock, finding_lines
 
 LINES_SHOWN = 20
 
 
-def replay_lines(capture: Capture, report: Report, shown: Sequence[Finding]) -> Iterator[str]:
+def replay_lines(
+    capture: Capture, report: Report, shown: Sequence[Finding], tally: Tally
+) -> Iterator[str]:
     """Totals, then the violations shown; the last line is the verdict."""
     if capture.foreign:
         yield f"foreign log of {capture.source}: it was made by another system and entered unchecked"
@@ -31,6 +35,10 @@ def replay_lines(capture: Capture, report: Report, shown: Sequence[Finding]) -> 
     )
     yield "events: " + (", ".join(f"{name} {count}" for name, count in report.events) or "none")
     yield "phases: " + (", ".join(f"{name} {count}" for name, count in report.phases) or "none")
+    ends = tally_object(tally)
+    yield "ends: " + (", ".join(f"{how} {count}" for how, count in ends["ends"].items()) or "none")
+    for cause, pages in ends["quarantined_pages"].items():
+        yield f"pages in quarantine ({cause}): {pages}"
     for finding in shown[:LINES_SHOWN]:
         yield from finding_lines(finding)
         if finding.before is not None:
@@ -138,6 +146,18 @@ def replay_object(capture: Capture, report: Report, shown: Sequence[Finding]) ->
         "by_rule": dict(report.by_rule),
         "uncompared": report.uncompared,
         "violations": [_finding_object(finding) for finding in shown],
+    }
+
+
+def tally_object(tally: Tally) -> dict[str, Any]:
+    """How requests ended, and the pages in quarantine at the end; `metrics` has everything."""
+    ends = next(f.values for f in tally.families() if f.metric == REQUESTS)
+    pages: Counter[str] = Counter()
+    for kept in tally.quarantine.values():
+        pages[kept.cause.value] += kept.pages
+    return {
+        "ends": {f"{outcome} ({reason})": n for (outcome, reason), n in ends.items() if n},
+        "quarantined_pages": dict(pages),
     }
 
 
