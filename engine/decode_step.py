@@ -39,8 +39,6 @@ class DecodeSteps(Protocol):
     """Both ways of computing a step."""
 
     path: str
-    reason: str | None
-    """Why steps are plain, where they are."""
 
     def run(self, tokens: Sequence[int], sequences: Sequence[SequenceSlice]) -> Outcome:
         """Append one token to each sequence and give the logits behind it.

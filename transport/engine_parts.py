@@ -155,4 +155,6 @@ def make_owner(
     decode = DecodeRunner(
         loaded.model, memory.pool, loaded.tokenizer, clock=time.time_ns, digest=digest
     )
+    path = decode.compute.path
+    _log.info("decode_path", path=path, reason=getattr(decode.compute, "reason", None))
     return DecodeOwner(decode_core, decode, plane=memory.plane, send=send, note=note)
