@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -124,8 +125,14 @@ def encode_party(party: Party) -> pb.Party:
     return pb.Party(engine=party.engine, incarnation=party.incarnation, rank=party.rank)
 
 
+@lru_cache(maxsize=4096)
+def _party(engine: str, incarnation: int, rank: int) -> Party:
+    """Few parties speak in a log, and each in every second entry; equal ones are the same."""
+    return Party(EngineId(engine), incarnation, rank)
+
+
 def decode_party(message: pb.Party) -> Party:
-    return Party(EngineId(message.engine), message.incarnation, message.rank)
+    return _party(message.engine, message.incarnation, message.rank)
 
 
 def encode_grant(grant: GrantId) -> pb.GrantId:

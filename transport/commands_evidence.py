@@ -1,4 +1,4 @@
-"""The verbs that make evidence of a log: `slice`, `bundle` and `bundle verify`.
+"""The verbs that make evidence of a log: `slice`, `bundle`, and what judging costs.
 
 Owns: where evidence is written, and the exit code of a check.
 Must not know: what goes into it.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from lifecycle.ids import RequestId
+from transport.commands_bench import bench_app
 from transport.commands_forensics import From, Requests, opened
 from transport.commands_log import UnknownRequest
 from transport.commands_shared import (
@@ -245,3 +246,35 @@ def verify(
             )
         say("intact" if not checked.problems else f"{len(checked.problems)} problem(s)")
     return EXIT_FAILED if checked.problems else EXIT_OK
+
+
+@bench_app.command(name="forensics")
+def bench_forensics(*, entries: int = 100_000, json: Json = False) -> int:
+    """Measure how fast a log is read, replayed under every rule, and asked who was exposed.
+
+    Parameters
+    ----------
+    entries
+        Entries of the synthetic log; a page event is one page named by one entry.
+    json
+        Print one JSON document.
+    """
+    from transport.bench_forensics import measure
+
+    if entries < 1:
+        raise UsageError(f"--entries {entries}: at least one is needed")
+    document = measure(entries=entries)
+    if json:
+        say_json(document)
+        return EXIT_OK
+    say(
+        f"{document['entries']} entries, {document['page_events']} page events; an entry takes "
+        f"{document['bytes_per_entry_hot']} bytes, sealed {document['bytes_per_entry_sealed']}"
+    )
+    for one in document["measured"]:
+        say(
+            f"{one['name']}: {one['entries_per_second']} entries/s, "
+            f"{one['page_events_per_second']} page events/s, {one['cpu_seconds']} s of one core"
+        )
+    say(f"peak memory {document['peak_memory_bytes'] / 2**20:.0f} MiB")
+    return EXIT_OK
