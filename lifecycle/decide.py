@@ -19,6 +19,7 @@ from lifecycle.admission import (
     Submission,
     admit,
     growth_booked,
+    outgrown,
     refuse,
     rejected,
     unplaceable,
@@ -132,8 +133,7 @@ def decide(history: History, command: Command) -> tuple[Decided, ...]:
         case Look():
             return tuple(_look(history, command.now_ns))
         case Restart():
-            ended = Aborted(Cause.SCHEDULER_RESTARTED, "scheduler")
-            return tuple((s.request, ended) for s in history.requests.values() if s.phase in OPEN)
+            return tuple(_restart(history))
         case _:
             assert_never(command)
 
@@ -143,16 +143,21 @@ def decide(history: History, command: Command) -> tuple[Decided, ...]:
 _RETRIED = frozenset({Cause.OUT_OF_PAGES, Cause.ENGINE_LOST, Cause.TRANSFER_FAILED})
 
 
-def _end(state: RequestState, cause: Cause, reporter: str, relayed: int) -> Event:
-    """Requeue where another attempt may help and is allowed, abort otherwise."""
+def _end(history: History, state: RequestState, cause: Cause, reporter: str, relayed: int) -> Event:
+    """Requeue where another attempt may help, is allowed and has a place; abort otherwise."""
     admitted = state.admitted
     retry = admitted is not None and state.attempt < admitted.attempts_max
     room = state.first is not None and relayed < state.first.new_tokens_max
-    if cause in _RETRIED and retry and room:
+    if cause in _RETRIED and retry and room and not _outgrown(history, state, relayed):
         return Requeued(cause, reporter, relayed)
     if cause is Cause.OUT_OF_PAGES:
         return Aborted(Cause.ATTEMPTS_EXHAUSTED, reporter)
     return Aborted(cause, reporter)
+
+
+def _outgrown(history: History, state: RequestState, relayed: int) -> bool:
+    """Whether the next attempt could never be placed: what was relayed is part of its prompt."""
+    return state.first is not None and outgrown(history, state.first.prompt_tokens + relayed)
 
 
 def _fail(history: History, command: Fail) -> Iterable[Decided]:
@@ -162,7 +167,7 @@ def _fail(history: History, command: Fail) -> Iterable[Decided]:
     failed = command.failed
     reporter = str(command.reporter)
     if failed.cause is not Cause.OUT_OF_PAGES:
-        event = _end(state, failed.cause, reporter, command.relayed)
+        event = _end(history, state, failed.cause, reporter, command.relayed)
         if isinstance(event, Aborted):
             event = Aborted(
                 failed.cause,
@@ -183,18 +188,19 @@ def _fail(history: History, command: Fail) -> Iterable[Decided]:
     if decode is None:
         return
     counts = dict(command.others)
-    here = (history.state(r) for r in counts if r != state.request)
+    here = [history.state(r) for r in counts if r != state.request]
     whole = frozenset(
         s.request for s in here if _runs_on(s, decode) and _has_all(s, counts[s.request])
     )
+    large = frozenset(s.request for s in here if _outgrown(history, s, counts[s.request]))
     # The oldest keeps its pages, so that somebody always comes to an end.
-    other = victim(history, decode.engine, decode.incarnation, whole)
-    if other is None and whole:
-        # Somebody's answer is complete, and its `Finished` is under way: pages are coming home.
+    other = victim(history, decode.engine, decode.incarnation, whole | large)
+    if other is None and (whole or _coming_home(history, decode)):
+        # Pages are on their way: somebody's `Finished` is, or an ended attempt gives its own back.
         return
     chosen = state if other is None else history.state(other)
     relayed = counts.get(chosen.request, command.relayed)
-    yield chosen.request, _end(chosen, Cause.OUT_OF_PAGES, reporter, relayed)
+    yield chosen.request, _end(history, chosen, Cause.OUT_OF_PAGES, reporter, relayed)
 
 
 def _holds(grant: Grant, owner: Party, page: int | None) -> bool:
@@ -214,6 +220,16 @@ def _runs_on(state: RequestState, leg: Leg) -> bool:
     return (decode.engine, decode.incarnation) == (leg.engine, leg.incarnation)
 
 
+def _coming_home(history: History, leg: Leg) -> bool:
+    """Whether that life still holds pages of attempts that are over."""
+    return any(
+        (grant.id.owner.engine, grant.id.owner.incarnation) == (leg.engine, leg.incarnation)
+        for state in history.requests.values()
+        for grant in state.unsettled
+        if state.phase not in LIVE or grant.attempt < state.attempt
+    )
+
+
 def _has_all(state: RequestState, relayed: int) -> bool:
     """Whether the client has every token that it may get."""
     return state.first is not None and relayed >= state.first.new_tokens_max
@@ -223,13 +239,13 @@ def victim(
     history: History,
     engine: EngineId,
     incarnation: int,
-    whole: frozenset[RequestId] = frozenset(),
+    kept: frozenset[RequestId] = frozenset(),
 ) -> RequestId | None:
     """The youngest request on a decode engine that has an attempt left; None when there is none.
 
     Never the oldest. A request in its last attempt has all its pages booked, so it asks for
-    none and gives none; one whose answer is `whole` has nothing left that another attempt could
-    give. The greatest id was minted last.
+    none and gives none. Those `kept` give none either: their answer is whole, or they have grown
+    too large to come back. The greatest id was minted last.
     """
     states = sorted(
         (
@@ -243,7 +259,7 @@ def victim(
         key=lambda state: state.request,
     )
     for state in reversed(states[1:]):
-        if state.request in whole or state.admitted is None:
+        if state.request in kept or state.admitted is None:
             continue
         if state.attempt < state.admitted.attempts_max:
             return state.request
@@ -276,10 +292,20 @@ def _lose(history: History, command: Lose) -> Iterable[Decided]:
         if _needs(state, command.engine, command.incarnation):
             count = relayed.get(state.request, state.relayed)
             reporter = f"{command.engine}/{command.incarnation}"
-            yield state.request, _end(state, Cause.ENGINE_LOST, reporter, count)
+            yield state.request, _end(history, state, Cause.ENGINE_LOST, reporter, count)
         for grant in state.unsettled:
             owner = grant.id.owner
             if (owner.engine, owner.incarnation) == (command.engine, command.incarnation):
+                yield state.request, Quarantined(grant.id, QuarantineCause.OWNER_LOST)
+
+
+def _restart(history: History) -> Iterable[Decided]:
+    for state in list(history.requests.values()):
+        if state.phase in OPEN:
+            yield state.request, Aborted(Cause.SCHEDULER_RESTARTED, "scheduler")
+        for grant in state.unsettled:
+            # The log may end between a loss and what follows from it.
+            if _why(history, grant) is QuarantineCause.OWNER_LOST:
                 yield state.request, Quarantined(grant.id, QuarantineCause.OWNER_LOST)
 
 
