@@ -69,6 +69,7 @@ for verb in (
     commands_forensics.exposures,
     commands_forensics.explain,
     commands_forensics.timeline,
+    commands_forensics.diff,
     commands_metrics.metrics,
     commands_fuzz.fuzz,
     commands_simulate.simulate,

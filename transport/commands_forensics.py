@@ -360,3 +360,34 @@ def verify(log: Path, /, *, head: str | None = None, json: Json = False) -> int:
         if capture.problems:
             return EXIT_FAILED
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+def diff(left: Path, right: Path, /, *, everything: Switch = False, json: Json = False) -> int:
+    """Compare two logs of the same traffic; exits 0 the same, 1 different, 5 incomplete.
+
+    Parameters
+    ----------
+    left
+        A folder of segments, one segment, or JSON Lines.
+    right
+        The log to compare it with.
+    everything
+        Compare drawn, keyed and timed fields too: tags, digests, deadlines.
+    json
+        Print one JSON document.
+    """
+    import attrs
+
+    from lifecycle.forensics_diff import difference
+    from transport import diff_text
+
+    with opened(left) as one, opened(right) as other:
+        found = difference(one, other, everything=everything)
+        if json:
+            say_json({"same": found.same, **attrs.asdict(found)})
+        else:
+            for line in diff_text.difference_lines(found):
+                say(line)
+        if not found.same:
+            return EXIT_FAILED
+        return EXIT_OK if one.whole and other.whole else EXIT_UNREADABLE

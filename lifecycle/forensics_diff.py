@@ -1,0 +1,185 @@
+"""Two logs of the same traffic: where the fleets differ, and where each request first goes apart.
+
+Owns: which fields differ between any two runs and so say nothing, and what a divergence is.
+Must not know: files, wording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import attrs
+
+from lifecycle.events import Attached, ByEngine, Entry
+from lifecycle.ids import FLEET, RequestId
+
+VOLATILE = frozenset(
+    {"tag", "digest", "prompt_digest", "first_token_ns", "deadline_ns", "endpoints", "message"}
+)
+"""Fields that are drawn, keyed or timed anew in every run."""
+
+
+@attrs.frozen
+class Divergence:
+    """The first place where a request's logs differ; `index` counts its entries from 0.
+
+    `field` is the path of the first unequal field, `event` where the events themselves differ, and
+    `end` where one log stops; `left` and `right` are what stands there, empty for nothing.
+    """
+
+    request: RequestId
+    index: int
+    field: str
+    left: str
+    right: str
+    left_position: int
+    right_position: int
+
+
+@attrs.frozen
+class Setting:
+    """Something of the fleet that differs: an engine's field, or an engine that is in one only."""
+
+    engine: str
+    field: str
+    left: str
+    right: str
+
+
+@attrs.frozen
+class Difference:
+    """All of it."""
+
+    settings: tuple[Setting, ...]
+    divergences: tuple[Divergence, ...]
+    only_left: tuple[RequestId, ...]
+    only_right: tuple[RequestId, ...]
+    compared: int
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.settings or self.divergences or self.only_left or self.only_right)
+
+
+def difference(
+    left: Iterable[tuple[int, Entry]],
+    right: Iterable[tuple[int, Entry]],
+    *,
+    everything: bool = False,
+) -> Difference:
+    """Compare two logs request by request; `everything` compares drawn and timed fields too."""
+    known: dict[RequestId, list[tuple[int, Entry]]] = {}
+    fleet: tuple[dict[str, Attached], dict[str, Attached]] = ({}, {})
+    for position, entry in left:
+        if entry.request != FLEET:
+            known.setdefault(entry.request, []).append((position, entry))
+        elif isinstance(entry.event, Attached):
+            fleet[0].setdefault(entry.event.engine, entry.event)
+    reached: dict[RequestId, int] = {}
+    apart: dict[RequestId, Divergence] = {}
+    only_right: dict[RequestId, None] = {}
+    ignored: frozenset[str] = frozenset() if everything else VOLATILE
+    for position, entry in right:
+        request = entry.request
+        if request == FLEET:
+            if isinstance(entry.event, Attached):
+                fleet[1].setdefault(entry.event.engine, entry.event)
+            continue
+        index = reached.get(request, 0)
+        reached[request] = index + 1
+        if request in apart:
+            continue
+        mine = known.get(request)
+        if mine is None:
+            only_right[request] = None
+        elif index >= len(mine):
+            name = type(entry.event).__name__
+            apart[request] = Divergence(request, index, "end", "", name, 0, position)
+        else:
+            found = _compared(mine[index], (position, entry), index, ignored)
+            if found is not None:
+                apart[request] = found
+    for request, mine in known.items():
+        index = reached.get(request, 0)
+        if 0 < index < len(mine) and request not in apart:
+            position, entry = mine[index]
+            name = type(entry.event).__name__
+            apart[request] = Divergence(request, index, "end", name, "", position, 0)
+    return Difference(
+        settings=tuple(_settings(*fleet, ignored)),
+        divergences=tuple(sorted(apart.values(), key=lambda d: (d.left_position, d.request))),
+        only_left=tuple(request for request in known if request not in reached),
+        only_right=tuple(only_right),
+        compared=len(known.keys() & reached.keys()),
+    )
+
+
+def _compared(
+    left: tuple[int, Entry], right: tuple[int, Entry], index: int, ignored: frozenset[str]
+) -> Divergence | None:
+    mine, its = left[1], right[1]
+    places = left[0], right[0]
+    kinds = type(mine.event).__name__, type(its.event).__name__
+    if kinds[0] != kinds[1]:
+        return Divergence(mine.request, index, "event", *kinds, *places)
+    speakers = _speaker(mine), _speaker(its)
+    if speakers[0] != speakers[1]:
+        return Divergence(mine.request, index, "proposer", *speakers, *places)
+    if mine.attempt != its.attempt:
+        counts = str(mine.attempt), str(its.attempt)
+        return Divergence(mine.request, index, "attempt", *counts, *places)
+    if mine.event == its.event:
+        return None
+    unequal = first_unequal(mine.event, its.event, ignored)
+    if unequal is None:
+        return None
+    path, one, other = unequal
+    return Divergence(
+        mine.request, index, f"{kinds[0]}.{path}", _shown(one), _shown(other), *places
+    )
+
+
+def _speaker(entry: Entry) -> str:
+    """Who said it; the number of the proposal says only how much was said before."""
+    by = entry.proposer
+    return str(by.party) if isinstance(by, ByEngine) else "scheduler"
+
+
+def first_unequal(left: Any, right: Any, ignored: frozenset[str]) -> tuple[str, Any, Any] | None:
+    """Path and both values of the first field that differs, in the fields' own order."""
+    for field in attrs.fields(type(left)):
+        name = field.name
+        one, other = getattr(left, name), getattr(right, name)
+        if name in ignored or one == other:
+            continue
+        if attrs.has(type(one)) and type(one) is type(other):
+            inner = first_unequal(one, other, ignored)
+            if inner is None:
+                continue
+            return f"{name}.{inner[0]}", inner[1], inner[2]
+        return name, one, other
+    return None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _settings(
+    left: dict[str, Attached], right: dict[str, Attached], ignored: frozenset[str]
+) -> Iterator[Setting]:
+    for engine in sorted(left.keys() | right.keys()):
+        mine, its = left.get(engine), right.get(engine)
+        if mine is None or its is None:
+            sides = ("" if one is None else "attached" for one in (mine, its))
+            yield Setting(engine, "engine", *sides)
+            continue
+        for field in attrs.fields(Attached):
+            one, other = getattr(mine, field.name), getattr(its, field.name)
+            if field.name not in ignored and one != other:
+                yield Setting(engine, field.name, _shown(one), _shown(other))
