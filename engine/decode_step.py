@@ -98,7 +98,7 @@ def why_plain(model: Model, pool: KVPool) -> str | None:
 
 def make_steps(model: Model, pool: KVPool, *, threads: int) -> DecodeSteps:
     """The fastest steps that this model, this pool and this installation allow."""
-    if pool.memory.octets.device.type != "cpu":
+    if pool.on_device:
         # Imported late, since its results are this module's.
         from engine.device_steps import DeviceSteps
 

@@ -167,8 +167,7 @@ class DeviceBatch:
 
 def make_batch(pool: KVPool, sequences: Sequence[SequenceSlice]) -> PagedBatch | DeviceBatch:
     """One step over this pool, by what its device computes best."""
-    on_cpu = pool.memory.octets.device.type == "cpu"
-    return PagedBatch(pool, sequences) if on_cpu else DeviceBatch(pool, sequences)
+    return DeviceBatch(pool, sequences) if pool.on_device else PagedBatch(pool, sequences)
 
 
 class DeviceSteps:
@@ -181,7 +180,7 @@ class DeviceSteps:
         self._pool = pool
 
     def run(self, tokens: Sequence[int], sequences: Sequence[SequenceSlice]) -> Outcome:
-        """As `DecodeSteps.run` says; the logits stay on the device."""
+        """As `DecodeSteps.run` says."""
         batch = DeviceBatch(self._pool, sequences)
         device = self._model.device
         places = [each.start for each in sequences]
@@ -189,4 +188,5 @@ class DeviceSteps:
         hidden = self._model.forward(
             torch.tensor(tokens, device=device), torch.tensor(places, device=device), batch
         )
-        return Outcome(self._model.logits(hidden), batch.end_step())
+        # Sampling is the host's; the copy is the first thing of a step that waits for the device.
+        return Outcome(self._model.logits(hidden).cpu(), batch.end_step())

@@ -133,10 +133,13 @@ class KVPool:
     """Pages of one rank over a writable buffer, for example an anonymous file mapped shared.
 
     The buffer stays exported while the pool lives: drop the pool before closing the buffer.
+    `on_device` says whether steps are computed by a device's kernels.
 
     Raises:
         BufferUnsuitableError: the buffer is read-only, too small, or not aligned to 64 bytes.
     """
+
+    on_device = False
 
     def __init__(
         self, layout: PageLayout, pages: int, buffer: bytearray | memoryview | mmap
@@ -216,10 +219,12 @@ class KVPool:
         tag: int,
         first_position: int,
         tokens: int,
+        source_tag: int | None = None,  # noqa: ARG002 - for pools on a device
     ) -> int:
         """Sealed copies of pages in staging slots, under the destination's tag.
 
         tokens: valid tokens from the first row of the first page on.
+        source_tag: what the pages bear, which `check` has compared; a device compares it again.
         Returns the unsigned range digest.
         """
         pages = self._pages(runs)

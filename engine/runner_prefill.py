@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from engine.device_pool import ForeignSourceError
 from engine.device_steps import make_batch
 from engine.effects import Post, PrefillSlice, Step
 from engine.model import Model
@@ -95,14 +96,18 @@ class PrefillRunner:
         report = self.pool.check(source, tag=tag, first_position=first, tokens=post.tokens.count)
         if report.first is not None:
             return isolation_failure(self.pool, report.first, expected_tag=tag)
-        digest = self.pool.pack(
-            source,
-            self.staging,
-            page_runs(post.staging),
-            tag=post.tag,
-            first_position=first,
-            tokens=post.tokens.count,
-        )
+        try:
+            digest = self.pool.pack(
+                source,
+                self.staging,
+                page_runs(post.staging),
+                tag=post.tag,
+                first_position=first,
+                tokens=post.tokens.count,
+                source_tag=tag,
+            )
+        except ForeignSourceError as error:
+            return isolation_failure(self.pool, error.mismatch, expected_tag=tag)
         writes = copy_plan(
             layout,
             staging=post.staging,

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 
 from engine.allocator import PageRun
 from engine.core import EngineCore
 from engine.decode import DecodeCore
+from engine.device_pool import DevicePool
 from engine.digests import keyed_digest
 from engine.effects import (
     Answer,
@@ -102,7 +104,9 @@ class Deployment:
         context_tokens: int = 256,
         seed: int = 0,
         poison: Callable[[KVPool], None] | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """device: compute as on a GPU, in memory of that device beside the host's."""
         random_tags = random.Random(seed)
         digest = keyed_digest(b"a life's key")
         self.layout: PageLayout = page_layout(model, page_tokens=page_tokens)
@@ -130,16 +134,20 @@ class Deployment:
         def note(sentence: str, **fields: Any) -> None:
             self.notes.append((sentence, fields))
 
-        source = KVPool.allocate(self.layout, prefill_pages)
+        source: KVPool = KVPool.allocate(self.layout, prefill_pages)
         staged = PageMemory.allocate(self.layout, staging)
-        target = KVPool.allocate(self.layout, decode_pages)
+        target: KVPool = KVPool.allocate(self.layout, decode_pages)
         for pool in (source, target):
             if poison is not None:
                 poison(pool)
+        landing = target.memory
+        if device is not None:
+            source = DevicePool(self.layout, prefill_pages, device=device)
+            target = DevicePool(self.layout, decode_pages, device=device, landing=landing)
         prefill_plane = NaivePlane(self.network, party=str(PREFILL), incarnation=str(PREFILL))
         prefill_plane.register(staged.octets.numpy().data)
         decode_plane = NaivePlane(self.network, party=str(DECODE), incarnation=str(DECODE))
-        decode_plane.register(target.memory.octets.numpy().data)
+        decode_plane.register(landing.octets.numpy().data)
         self.prefill = PrefillOwner(
             PrefillCore(
                 PREFILL,
