@@ -43,6 +43,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Bench]:
     with Bench(tmp_path_factory.mktemp("shared") / "bench", tiny, plane=PLANE) as bench:
         yield bench
+    # The same log with one event changed is red, by every rule.
+    assert bench.rules_without_place == []
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

@@ -19,6 +19,7 @@ from typing import Any
 
 import attrs
 
+from lifecycle.rules import RULES
 from tests.faults.bench import Bench
 from tests.faults.cell import Cell, Result, all_cells, run_cell
 from tests.faults.kept import keep, load
@@ -34,6 +35,7 @@ class Run:
     results: list[Result] = attrs.Factory(list)
     failures: list[tuple[Cell, str]] = attrs.Factory(list)
     benches: int = 0
+    rules_shown: set[str] = attrs.Factory(set)
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run them in order, each plane's in one deployment for as long as none fails."""
@@ -47,6 +49,7 @@ class Run:
                     while waiting and waiting[0].plane == plane:
                         done.append(waiting.pop(0))
                         self._run_one(bench, done[-1])
+                self.rules_shown |= set(RULES) - set(bench.rules_without_place)
             except Exception as error:  # noqa: BLE001 - whatever it was, the other cells are run
                 # What fails when the bench ends belongs to whichever of its cells.
                 cell = done[-1] if done else waiting.pop(0)
@@ -84,6 +87,7 @@ def report(run: Run, seconds: float, kept: dict[str, Any]) -> dict[str, Any]:
         "seconds": kept.get("seconds", 0) + round(seconds),
         "cells": merged("cells", results),
         "failures": merged("failures", failures),
+        "rules_shown": sorted({*kept.get("rules_shown", ()), *run.rules_shown}),
     }
 
 
@@ -107,7 +111,8 @@ def main() -> int:
     evaluations = sum(result.evaluations for result in run.results)
     print(
         f"{len(run.results)} of {len(cells)} cells passed in {seconds:.0f} s; {entries} entries "
-        f"replayed clean, {evaluations} guard evaluations"
+        f"replayed clean, {evaluations} guard evaluations; {len(run.rules_shown)} of {len(RULES)} "
+        "rules turned the same logs red when one event was changed"
     )
     if asked.json is not None:
         kept = load(asked.json).get("matrix", {}) if asked.again else {}

@@ -22,6 +22,7 @@ from lifecycle.events import Event, Lost
 from lifecycle.history import History
 from lifecycle.replay import unbounded
 from lifecycle.state import Phase
+from tests.faults.reddened import unnoticed
 from tests.faults.relay import Relay
 from tests.faults.wire import Remote, Switchboard
 from tests.process_harness import (
@@ -57,7 +58,11 @@ DONE = {Phase.CLOSED, Phase.REJECTED}
 
 
 class Bench:
-    """Used as a context manager; leaving it in order ends every part and replays the log."""
+    """Used as a context manager; leaving it in order ends every part and replays the log.
+
+    `rules_without_place` are then the rules for which the log had nothing to change; every other
+    rule has turned a changed log red.
+    """
 
     def __init__(
         self, folder: Path, model: Path, *, plane: str, engines: Sequence[str] = ENGINES
@@ -71,8 +76,9 @@ class Bench:
         self.children: dict[str, Child] = {}
         self.relays = {name: Relay() for name in engines}
         self.doors: list[Relay] = []
-        self.client: Client
+        self._client: Client | None = None
         self.address = ""
+        self.rules_without_place: list[str] = []
         self._history, self._read = History(), 0
         # A socket's path is short.
         self._short = tempfile.TemporaryDirectory(prefix="custody-faults-")
@@ -111,6 +117,14 @@ class Bench:
         log = read_log(self.log)
         assert log.complete
         judged(list(log.entries), self.folder.name)
+        blind, self.rules_without_place = unnoticed(log.entries)
+        assert not blind, blind
+
+    @property
+    def client(self) -> Client:
+        """A client of the scheduler's present life."""
+        assert self._client is not None, "no scheduler was started"
+        return self._client
 
     # --- parts --------------------------------------------------------------------------------
 
@@ -126,7 +140,9 @@ class Bench:
         self._start("scheduler", ("scheduler", *flags))
         scheduler = self.children["scheduler"]
         self.address = scheduler.wait_event("ready", timeout=READY_SECONDS)["address"]
-        self.client = Client(self.address)
+        if self._client is not None:
+            self._client.__exit__(None, None, None)
+        self._client = Client(self.address)
         for relay in (*self.relays.values(), *self.doors):
             relay.target = self.address
 

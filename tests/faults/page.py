@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lifecycle.rules import RULES
 from tests.faults.cell import Cell, all_cells
 from tests.faults.kept import load
 from tests.faults.moments import MOMENTS
@@ -108,10 +109,12 @@ def totals(kept: Kept) -> str:
     impossible = sum(bool(why_impossible(f, m)) for f in FAULTS.values() for m in MOMENTS)
     entries, evaluations = (sum(c[n] for c in cells) for n in ("entries", "evaluations"))
     minutes = matrix["seconds"] / 60
+    red = f"{len(matrix['rules_shown'])} of {len(RULES)} rules"
     lines = (
         f"* {len(cells)} of {len(all_cells())} cells passed, in {minutes:.0f} minutes.",
         f"* {pairs} pairs of fault and moment; {impossible} of them cannot be, and say why.",
         f"* {entries} log entries replayed without a violation, {evaluations} guard evaluations.",
+        f"* The same logs with one event changed turned red by {red}, each by a change of its own.",
     )
     return "\n".join(lines)
 

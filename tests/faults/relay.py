@@ -27,7 +27,8 @@ class Relay:
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._closed = False
-        threading.Thread(target=self._accept, name="relay", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="relay", daemon=True)
+        self._thread.start()
 
     def stall(self) -> None:
         """Deliver nothing, either way, until it heals; nobody is told."""
@@ -42,9 +43,12 @@ class Relay:
     def close(self) -> None:
         """End it."""
         self._closed = True
+        self._going.set()
+        # Closing alone would leave the thread waiting.
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._server.close()
         self._reset()
-        self._going.set()
 
     def _reset(self) -> None:
         with self._lock:

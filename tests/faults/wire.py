@@ -11,6 +11,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,14 @@ class Wire:
             return None
         return json.loads(line) if line else None
 
+    def shut(self) -> None:
+        """Have whoever listens here hear the end."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        """End it."""
+        """End it; nobody listens any more."""
+        self._file.close()
         self._connection.close()
 
 
@@ -70,7 +77,8 @@ class Remote:
         self._wire = wire
         self._did: queue.Queue[str] = queue.Queue()
         self._reached: queue.Queue[Message] = queue.Queue()
-        threading.Thread(target=self._listen, name="remote gate", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="remote gate", daemon=True)
+        self._thread.start()
 
     def _listen(self) -> None:
         while (message := self._wire.hear()) is not None:
@@ -78,6 +86,7 @@ class Remote:
                 self._did.put(message["did"])
             else:
                 self._reached.put(message)
+        self._wire.close()
         self._did.put("")
 
     def command(self, command: str, **fields: Any) -> None:
@@ -89,6 +98,11 @@ class Remote:
     def tell(self, command: str, **fields: Any) -> None:
         """The same without waiting: for a part that stands still."""
         self._wire.say({"command": command, **fields})
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._wire.shut()
+        self._thread.join()
 
     def wait_reached(self, seconds: float = ANSWER_SECONDS) -> Message:
         """What the gate holds now. Raises queue.Empty."""
@@ -104,8 +118,10 @@ class Switchboard:
         self._server.bind(str(path))
         self._server.listen()
         self._remotes: dict[str, Remote] = {}
+        self._all: list[Remote] = []
         self._changed = threading.Condition()
-        threading.Thread(target=self._accept, name="switchboard", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="switchboard", daemon=True)
+        self._thread.start()
 
     def _accept(self) -> None:
         while True:
@@ -116,9 +132,11 @@ class Switchboard:
             wire = Wire(connection)
             hello = wire.hear()
             if hello is None:
+                wire.close()
                 continue
             with self._changed:
                 self._remotes[hello["name"]] = Remote(wire)
+                self._all.append(self._remotes[hello["name"]])
                 self._changed.notify_all()
 
     def expect(self, name: str) -> None:
@@ -134,6 +152,10 @@ class Switchboard:
             return self._remotes[name]
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more, and let go of all."""
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
         self._server.close()
+        for remote in self._all:
+            remote.close()
         self.path.unlink(missing_ok=True)
