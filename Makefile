@@ -118,6 +118,11 @@ incident: $(INSTALL_STAMP) ## Simulate the published incident as a log, and ask 
 	$(say) "The incident as a log"
 	@$(BIN)/python -m examples.incident
 
+.PHONY: incident-pictures
+incident-pictures: $(INSTALL_STAMP) ## The pictures of docs/incident.md, by a headless Chromium
+	$(say) "Pictures of the incident"
+	@$(BIN)/python -m examples.incident.pictures
+
 .PHONY: incident-seeds
 incident-seeds: $(INSTALL_STAMP) ## The same over two hundred other seeds, compared with the simulated memory: minutes
 	$(say) "The incident over other seeds"

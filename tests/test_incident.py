@@ -150,3 +150,13 @@ def test_the_outputs_are_the_kept_ones(tmp_path: Path) -> None:
     for name, text in told(tmp_path).items():
         kept = (GOLDEN / name).read_text()
         assert text == kept, name
+
+
+def test_the_page_quotes_what_the_verb_says() -> None:
+    """Every line of the page's first transcript stands in the kept output."""
+    page = (Path(__file__).parent.parent / "docs" / "incident.md").read_text()
+    transcript = page.split("$ custody exposures refused-walks-on.jsonl\n")[1].split("```")[0]
+    kept = (GOLDEN / "refused-walks-on.exposures.txt").read_text().splitlines()
+    lines = transcript.splitlines()
+    assert lines
+    assert [line for line in lines if line not in kept] == []
