@@ -23,6 +23,7 @@ from transport.codec_values import MalformedRecord
 from transport.forensics_chain import Problem, Survey, Wrong
 from transport.jsonlines import UnknownRecord, UnreadableLog
 from transport.stores import segment_files
+from transport.stores.snapshot_file import segments_and_snapshot
 
 _REASONS_MAX = 1_000
 
@@ -195,7 +196,7 @@ def open_capture(path: Path, stack: ExitStack) -> Capture:
     """
     try:
         if path.is_dir():
-            paths, kept = jsonlines.segments_and_snapshot(path)
+            paths, kept = segments_and_snapshot(path)
             capture = SegmentCapture(Survey(paths), alone=True, begins=_begins(paths[0]))
             if kept is not None:
                 capture.begin_behind(kept.snapshot)

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import attrs
 
@@ -24,9 +24,6 @@ from transport.codec_values import MalformedRecord
 from transport.json_values import EVENTS_BY_NAME, from_json, to_json
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import frames, segment_files
-
-if TYPE_CHECKING:
-    from transport.stores.snapshot_file import Kept
 
 FORMAT = "custody.log"
 VERSION = 1
@@ -340,29 +337,10 @@ def read_log(path: Path) -> LogFile:
     return read_jsonlines(path)
 
 
-def segments_and_snapshot(folder: Path) -> tuple[list[Path], Kept | None]:
-    """The segments of a log, and what stands for those that were dropped.
-
-    Raises `UnreadableLog` or OSError.
-    """
-    # A snapshot is written as JSON Lines, so its module needs this one.
-    from transport.stores.snapshot_file import newest_snapshot
-
-    paths = segment_files.segment_paths(folder)
-    if not paths:
-        raise UnreadableLog(0, f"{folder} holds no segment")
-    try:
-        kept = newest_snapshot(folder)
-    except StoreDamaged as error:
-        raise UnreadableLog(0, str(error)) from error
-    return (
-        (paths, None)
-        if kept is None
-        else (segment_files.behind(paths, kept.snapshot.position), kept)
-    )
-
-
 def _read_folder(folder: Path) -> LogFile:
+    # A snapshot is written as JSON Lines, so its module needs this one.
+    from transport.stores.snapshot_file import segments_and_snapshot
+
     paths, kept = segments_and_snapshot(folder)
     file = _read_segments(paths, alone=True)
     return file if kept is None else attrs.evolve(file, snapshot=kept.snapshot)

@@ -120,3 +120,18 @@ def remove_before(folder: Path, border: int, disk: Disk) -> None:
         disk.remove(path.with_suffix(segment_files.SEALED_SUFFIX))
     for path in snapshot_paths(folder)[:-1]:
         disk.remove(path)
+
+
+def segments_and_snapshot(folder: Path) -> tuple[list[Path], Kept | None]:
+    """The segments of a log, and what stands for those that were dropped.
+
+    Raises `UnreadableLog` or OSError.
+    """
+    paths = segment_files.segment_paths(folder)
+    if not paths:
+        raise jsonlines.UnreadableLog(0, f"{folder} holds no segment")
+    try:
+        kept = newest_snapshot(folder)
+    except StoreDamaged as error:
+        raise jsonlines.UnreadableLog(0, str(error)) from error
+    return (paths if kept is None else segment_files.behind(paths, kept.snapshot.position)), kept
