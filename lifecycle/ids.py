@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from functools import lru_cache
 from typing import NewType
 
 import attrs
@@ -73,12 +72,6 @@ class Party:
 
     def __str__(self) -> str:
         return f"{self.engine}/{self.incarnation}/{self.rank}"
-
-
-@lru_cache(maxsize=1024)
-def ranks_of(engine: EngineId, incarnation: int, ranks: int) -> tuple[Party, ...]:
-    """Every rank of one life of an engine; asked for with every admission, so kept."""
-    return tuple(Party(engine, incarnation, rank) for rank in range(ranks))
 
 
 @lru_cache(maxsize=1024)
