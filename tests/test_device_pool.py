@@ -13,10 +13,12 @@ from engine.scrubber import Scrubber
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import load_model
 from kernels.layout import PageLayout, PageMemory
-from lifecycle.events import Aborted, Cause, Purpose
+from lifecycle.events import Aborted, Cause, Purpose, Role
 from tests.inprocess import Deployment
 from tests.test_inprocess import params, prompt_of
 from tests.tiny import tiny_llama
+from transport.engine_parts import device_of
+from transport.settings import EngineSettings, InvalidSetting
 
 CPU = torch.device("cpu")
 LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=8)
@@ -127,3 +129,18 @@ def test_a_page_that_changes_hands_before_its_copy_is_not_shipped() -> None:
     with pytest.raises(ForeignSourceError, match="page 2"):
         pool.pack(((1, 2),), staging, ((0, 2),), tag=8, first_position=0, tokens=16, source_tag=7)
     assert staging.octets.eq(0xAA).all()
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:7"])
+def test_a_device_that_is_not_there_is_told_at_start(name: str) -> None:
+    """Before a model is read, with the number of devices that torch sees."""
+    settings = EngineSettings(role=Role.DECODE, engine="d", device=name)
+    with pytest.raises(InvalidSetting, match=f"device = '{name}': torch .* sees 0 such devices"):
+        device_of(settings)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cpu:0", "meta", ""])
+def test_names_that_are_no_device_are_refused(name: str) -> None:
+    """The message says which there are."""
+    with pytest.raises(InvalidSetting, match="a device is cpu, cuda or cuda:0"):
+        EngineSettings(role=Role.DECODE, engine="d", device=name)

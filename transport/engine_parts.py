@@ -13,10 +13,13 @@ from typing import Any, Protocol
 
 import attrs
 import structlog
+import torch
 
 from engine.decode import DecodeCore
+from engine.device_pool import DevicePool
 from engine.digests import keyed_digest
 from engine.model import Model
+from engine.pool import KVPool
 from engine.prefill import PrefillCore
 from engine.runner_decode import DecodeRunner
 from engine.runner_prefill import PrefillRunner
@@ -30,7 +33,7 @@ from transport.decode_owner import DecodeOwner
 from transport.engine_owner import Owner, Send
 from transport.engine_planes import EngineMemory, fingerprint, page_layout
 from transport.prefill_owner import PrefillOwner
-from transport.settings import EngineSettings
+from transport.settings import EngineSettings, InvalidSetting
 
 Progress = Callable[[str, float], None]
 
@@ -78,11 +81,34 @@ class ProgressLines:
 
 def load(settings: EngineSettings, progress: Progress) -> Loaded:
     """Read model and tokenizer. Raises ModelError's subclasses and LayoutUnsupportedError."""
-    model = load_model(settings.model, progress=progress)
+    device = device_of(settings)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = load_model(settings.model, dtype=dtype, device=device, progress=progress)
     tokenizer = load_tokenizer(settings.model, progress=progress)
     layout = page_layout(model, page_tokens=settings.page_tokens)
-    load_compiled_code()
+    if device.type == "cpu":
+        load_compiled_code()
     return Loaded(model, tokenizer, layout, fingerprint(model, layout))
+
+
+def device_of(settings: EngineSettings) -> torch.device:
+    """The device that is set. Raises InvalidSetting if torch sees none of that name here."""
+    device = torch.device(settings.device)
+    seen = torch.cuda.device_count()
+    if device.type != "cpu" and (device.index or 0) >= seen:
+        reason = f"torch {torch.__version__} sees {seen} such devices here"
+        raise InvalidSetting(name="device", value=settings.device, reason=reason)
+    return device
+
+
+def pool_of(settings: EngineSettings, memory: EngineMemory) -> KVPool:
+    """The pool that is computed in: the memory's own, or one on a device beside it."""
+    device = device_of(settings)
+    if device.type == "cpu":
+        return memory.pool
+    host = memory.pool.memory
+    landing = host if settings.role is Role.DECODE else None
+    return DevicePool(host.layout, host.pages, device=device, landing=landing)
 
 
 class MakeOwner(Protocol):
@@ -130,6 +156,7 @@ def make_owner(
 ) -> Owner[Any]:
     """Core, runner and owner of this role, over this memory."""
     note = _log.warning
+    pool = pool_of(settings, memory)
     if settings.role is Role.PREFILL:
         assert memory.staging is not None, "prefill's memory has staging"
         prefill_core = PrefillCore(
@@ -141,7 +168,7 @@ def make_owner(
             chunk_tokens=settings.chunk_tokens,
             digest=digest,
         )
-        prefill = PrefillRunner(loaded.model, memory.pool, memory.staging)
+        prefill = PrefillRunner(loaded.model, pool, memory.staging)
         return PrefillOwner(prefill_core, prefill, plane=memory.plane, send=send, note=note)
     decode_core = DecodeCore(
         party,
@@ -152,9 +179,7 @@ def make_owner(
         growth_tokens=settings.growth_tokens,
         digest=digest,
     )
-    decode = DecodeRunner(
-        loaded.model, memory.pool, loaded.tokenizer, clock=time.time_ns, digest=digest
-    )
+    decode = DecodeRunner(loaded.model, pool, loaded.tokenizer, clock=time.time_ns, digest=digest)
     path = decode.compute.path
     _log.info("decode_path", path=path, reason=getattr(decode.compute, "reason", None))
     return DecodeOwner(decode_core, decode, plane=memory.plane, send=send, note=note)

@@ -18,6 +18,7 @@ import attrs
 import grpc
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from engine.dataplane import DataPlane
 from engine.dataplane_errors import PlaneMisused
@@ -82,7 +83,11 @@ def fingerprint(model: Model, layout: PageLayout) -> str:
 
 def pool_pages(settings: EngineSettings, layout: PageLayout) -> int:
     """How many pages the wanted memory holds. Raises MemorySizeError, PoolTooSmallError."""
-    wanted = parse_memory(settings.kv_memory, free_bytes=measure_free_bytes())
+    free = measure_free_bytes()
+    if settings.device != "cpu":
+        # Pages land in host memory of the same size.
+        free = min(free, torch.cuda.mem_get_info(settings.device)[0])
+    wanted = parse_memory(settings.kv_memory, free_bytes=free)
     return pages_for(wanted, layout)
 
 

@@ -7,6 +7,7 @@ Must not know: how a process uses them, or what reads them.
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transport.stores.retention import Retention
 LOOPBACK = "127.0.0.1"
 SCHEDULER_PORT = 50551
 DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf")
+DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 PLANES = ("shared-memory", "grpc")
 WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - named to be refused
 FLAG_NAMES = {"context_tokens": "context"}
@@ -126,6 +128,12 @@ def _check_listening(settings: SchedulerSettings | JoinSettings) -> None:
 def _plane(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
     if value not in PLANES:
         reason = f"no such data plane; there are {', '.join(PLANES)}"
+        raise InvalidSetting(name=attribute.name, value=value, reason=reason)
+
+
+def _device(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if not DEVICE.fullmatch(value):
+        reason = "a device is cpu, cuda or cuda:0 (AMD's are called cuda too)"
         raise InvalidSetting(name=attribute.name, value=value, reason=reason)
 
 
@@ -240,6 +248,8 @@ class PoolSettings(DialSettings):
     """Data plane between engines: shared-memory (one host) or grpc."""
     threads: int | None = attrs.field(default=None, validator=_above_zero)
     """Threads that compute; not set: as many as there are cores, at most 8."""
+    device: str = attrs.field(default="cpu", validator=_device)
+    """Where engines compute and keep pages: cpu, cuda or cuda:0; a GPU computes in bfloat16."""
 
 
 @attrs.frozen(kw_only=True)
