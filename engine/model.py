@@ -177,20 +177,21 @@ class Model:
             if index == config.layers - 1 and not states_wanted:
                 break
             attended = kv.attend(index, rotated[:, : config.heads]).reshape(rows, query_size)
-            hidden = hidden + F.linear(_padded(attended, rows), layer.output, layer.output_bias)
-            hidden = hidden + self._mlp(hidden, layer)
+            # In place where nobody else holds the tensor: fresh memory costs as much as the sum.
+            hidden += F.linear(_padded(attended, rows), layer.output, layer.output_bias)
+            hidden += self._mlp(hidden, layer)
         return hidden
 
     def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
         normed = self._normalise(hidden, layer.mlp_norm)
         gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        return F.linear(F.silu(gate, inplace=True).mul_(up), layer.down, layer.down_bias)
 
     def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
         # The mean is taken in float32 and rounded before the weight, as the models were trained.
         wide = hidden.to(torch.float32)
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.norm_epsilon)
-        return weight * (wide * scale).to(self.dtype)
+        return (wide * scale).to(self.dtype).mul_(weight)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
