@@ -163,9 +163,6 @@ class EngineCore(Generic[JobT]):
             return self.advance_all()
         if payload is not None:
             self._begin(self.log.state(entry.request), payload)
-        if self.syncing:
-            return []
-        self._learn(entry)
         return self.advance_all(entry.request)
 
     def _known(self, position: int, entry: Entry) -> bool:
@@ -381,9 +378,6 @@ class EngineCore(Generic[JobT]):
     def _advance(self, state: RequestState) -> None:
         """Ask for whatever this request misses."""
         raise NotImplementedError
-
-    def _learn(self, entry: Entry) -> None:
-        """Note what an entry means beyond the request's state."""
 
     def _dropped(self, proposal: Proposal, rule: str) -> None:
         """Undo what was done in expectation of this proposal."""

@@ -26,6 +26,7 @@ from engine.effects import (
     Step,
     VerifyPages,
 )
+from engine.holdings import proposal_key
 from lifecycle.events import (
     Cause,
     Drained,
@@ -148,9 +149,13 @@ class DecodeCore(EngineCore[DecodeJob]):
 
     def _runnable(self, job: DecodeJob) -> bool:
         state = self.log.state(job.request)
-        if state.phase is not Phase.DECODING or not self.is_live(job) or job.finished:
-            return False
-        return self._position(job) < self._seat(job, state).room
+        return self._decodes(job, state) and self._position(job) < self._seat(job, state).room
+
+    @staticmethod
+    def _decodes(job: DecodeJob, state: RequestState) -> bool:
+        """Whether this attempt gives tokens and is to give more."""
+        running = state.phase is Phase.DECODING and state.attempt == job.attempt
+        return running and not job.failed and job.finished is None
 
     def _position(self, job: DecodeJob) -> int:
         return len(job.payload.tokens) - 1 + job.given
@@ -208,9 +213,7 @@ class DecodeCore(EngineCore[DecodeJob]):
     def _asks(self, request: RequestId) -> bool:
         """Whether a step may have changed what its request misses; most only count a token."""
         job, state = self.jobs.get(request), self.log.state(request)
-        if job is None or job.finished or state.phase is not Phase.DECODING:
-            return True
-        return not self.is_live(job) or self._near_end(job, state)
+        return job is None or not self._decodes(job, state) or self._near_end(job, state)
 
     def _near_end(self, job: DecodeJob, state: RequestState) -> bool:
         """Whether less than half a page of room is left."""
@@ -254,8 +257,7 @@ class DecodeCore(EngineCore[DecodeJob]):
 
     def _reserve(self, state: RequestState, job: DecodeJob) -> None:
         admitted = state.admitted
-        if admitted is None:
-            return
+        assert admitted is not None
         pages = self.take(admitted.decode.pages_booked)
         if pages is None:
             self.waiting[state.request] = None
@@ -350,6 +352,9 @@ class DecodeCore(EngineCore[DecodeJob]):
                 self.waiting[proposal.request] = None
             elif job is not None:
                 self.fail(job, Failed(Cause.ENGINE_FAILED, f"a reservation broke {rule}"))
+        elif isinstance(body, Failed) and body.cause is Cause.OUT_OF_PAGES:
+            # Pages were on their way to it; if they go elsewhere, it says so again.
+            self.refused.pop(proposal_key(proposal.request, proposal.attempt, body), None)
 
     def _orphaned(self, job: DecodeJob) -> None:
         job.failed = True

@@ -112,13 +112,19 @@ class _Search:
             for name in names:
                 self._do(world, name, done)
             if self.trace.calm:
-                self.left -= CALM_STEPS
-                world.calm()
+                self._calm(world)
         except Found as found:
             same = found.name == self.trace.found.name
             if same and (found.rule or world.broken_rule()) == self.trace.rule:
                 return done
         return None
+
+    def _calm(self, world: Any) -> None:
+        """Let the world come to rest, which broken code does not always. Raises Found."""
+        try:
+            world.calm()
+        finally:
+            self.left -= getattr(world, "turns", CALM_STEPS)
 
     def _world(self, names: Iterable[str] = (), scenario: Scenario | None = None) -> Any:
         """A world in which these have happened."""

@@ -271,8 +271,9 @@ class PrefillCore(EngineCore[PrefillJob]):
 
     def _post(self, job: PrefillJob, grant: Grant, *, first: int, pages: int) -> None:
         runs = self.staging.take(pages)
-        if runs is None or job.source is None:
-            return
+        # There is room, and what is computed lies in a source.
+        assert runs is not None
+        assert job.source is not None
         size = self.page_tokens
         tokens = TokenRange(first * size, min((first + pages) * size, self._wanted(job)))
         post = Post(
@@ -301,12 +302,10 @@ class PrefillCore(EngineCore[PrefillJob]):
             return
         source = state.grant(job.source.grant)
         destinations = state.current(Purpose.DESTINATION)
-        if source is None or not destinations or self.touched(job.request):
-            return
         if state.admitted is None or len(destinations) < state.admitted.destinations:
             # Another rank, or another kind of state, is still to be reserved and written.
             return
-        if all(self.party not in g.undrained for g in destinations):
+        if source is not None and all(self.party not in g.undrained for g in destinations):
             self._release(state, source)
 
     def _release(self, state: RequestState, grant: Grant) -> None:

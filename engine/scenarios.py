@@ -139,6 +139,50 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             growth_tokens=2,
             placing=True,
         ),
+        "two of each": attrs.evolve(
+            CROWDED,
+            prefills=2,
+            decodes=2,
+            decode_pages=4,
+            faults={**FAULTS, "echo": 2, "garble": 1, "forge": 2},
+        ),
+        "two of each, placing": attrs.evolve(
+            focus(declare_lost=2, restart=2, breaks=2, forge=2, fail=1, tick=2),
+            prefills=2,
+            decodes=2,
+            placing=True,
+            attempts_max=4,
+        ),
+        "large pages": attrs.evolve(
+            focus(cancel=2, echo=3, reland=1),
+            asked=(Asked(9, 7), Asked(5, 3), Asked(8, 4), Asked(3, 9)),
+            page_tokens=4,
+            chunk_tokens=4,
+        ),
+        "long answers": attrs.evolve(
+            focus(), asked=(Asked(2, 12),) * 3, prefill_pages=8, decode_pages=9, ranks=1
+        ),
+        "last tokens": attrs.evolve(
+            focus(), asked=(Asked(2, 9), Asked(3, 4), Asked(2, 9)), decode_pages=7, growth_tokens=2
+        ),
+        "torn logs": attrs.evolve(
+            focus(torn=3, late=2, tick=2, cancel=2, declare_lost=1, echo=2),
+            asked=(Asked(3, 2),) * 5,
+            slow=frozenset({"flush"}),
+        ),
+        "slow steps": attrs.evolve(
+            focus(tick=6, step_fails=3, fail=2, declare_lost=1, forge=2),
+            asked=(Asked(3, 3),) * 3,
+            attempts_max=4,
+            slow=frozenset({"step-end"}),
+        ),
+        "waits": attrs.evolve(
+            focus(declare_lost=4, tick=6, late=2, garble=1, restart=1),
+            asked=(Asked(3, 2, 100),) * 4,
+            attempts_max=4,
+            engine_wait_ns=5,
+            slow=frozenset({"rejoin", "connect"}),
+        ),
     }
 )
 """What a walk visits in turn; their number is odd, so that each meets every mode of a seed."""

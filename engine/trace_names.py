@@ -64,6 +64,8 @@ def _plain(world: Options, action: Action) -> str:
         post = world.writes[(whom[0], whom[1])].post  # type: ignore[index]
         whose = _attempt(world, post.request, post.attempt)
         return f"{kind} {label(whom[0])} {whose} t{post.tokens.start}"  # type: ignore[arg-type]
+    if kind == "forge":
+        return f"forge {label(whom[0])} {request_label(world, whom[1])}"  # type: ignore[arg-type]
     if kind in ENGINES:
         return f"{kind} {whom[0]}"
     return " ".join([kind, *(label(p) if isinstance(p, Party) else str(p) for p in whom)])
@@ -130,9 +132,13 @@ def _stream(world: Options, kind: str, party: Party) -> tuple[str, frozenset[Req
             "lose": f"lost on its way from {who}: {said}",
         }[kind]
         return sentence, frozenset() if whose is None else frozenset({whose})
-    if kind == "down":
+    if kind in {"down", "echo", "garble"}:
         said, whose = _message(world, world.down[party][0])
-        return f"{who} is shown {said}", frozenset() if whose is None else frozenset({whose})
+        how = {"echo": ", and will be again", "garble": ", with a prompt of other tokens"}
+        return (
+            f"{who} is shown {said}{how.get(kind, '')}",
+            frozenset() if whose is None else frozenset({whose}),
+        )
     if kind == "answer":
         return _answered(world, party, world.answers[party][0])
     sentence = {
@@ -162,6 +168,8 @@ _WRITE_SAYS = {
 }
 _PLAIN_SAYS = {
     "tick": "time reaches the next deadline",
+    "late": "time reaches the next deadline, and no timer says so",
+    "torn": "the machine stops in the middle of a write; a part of the log's tail is there",
     "flush": "the log becomes durable",
     "crash": "the scheduler and its machine stop; what was not durable is gone",
     "process-crash": "the scheduler stops; its log stays",
@@ -191,6 +199,9 @@ def describe(world: Any, action: Action) -> tuple[str, frozenset[RequestId]]:
     if kind == "fenced":
         party, fence = world.fences[whom[0]]  # type: ignore[call-overload]
         return f"{label(party)} has shut {label(fence.party)} out of a grant", frozenset()
+    if kind == "forge":
+        whose = request_label(world, whom[1])  # type: ignore[arg-type]
+        return f"{label(whom[0])} claims a token of {whose}", frozenset(whom[1:])  # type: ignore[arg-type]
     if kind in WRITES:
         post = world.writes[(whom[0], whom[1])].post  # type: ignore[index]
         whose = _attempt(world, post.request, post.attempt)

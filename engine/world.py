@@ -13,31 +13,41 @@ import attrs
 
 from engine.allocator import AllocatorError
 from engine.core import LogDivergedError
-from engine.effects import DecodeSlice, Payload, Post, PrefillSlice, Publish, Step
-from engine.prefill import Posted
+from engine.effects import (
+    Answer,
+    Append,
+    DecodeSlice,
+    Payload,
+    PrefillSlice,
+    Publish,
+    Step,
+    Synced,
+)
 from engine.sequencer import SequencerError
 from engine.world_kinds import kinds_of
-from engine.world_memory import Write, count_reads
-from engine.world_options import Key, Options
+from engine.world_memory import count_reads
 from engine.world_values import EYES, Action, Client, Found, Tokens
+from engine.world_writes import Writes
 from lifecycle.events import (
+    Aborted,
     Cause,
-    Drained,
     Failed,
     Finished,
     FinishReason,
     LostCause,
     Proposal,
-    Verified,
+    Requeued,
 )
 from lifecycle.ids import EngineId, Party, RequestId
 from lifecycle.state import LIVE
 
+FORGED = 9_000
+"""Tokens from here on are nobody's."""
 EAGER_STEPS_MAX = 1_000
 """What may happen by itself after one action; broken code can keep itself busy for ever."""
 
 
-class World(Options):
+class World(Writes):
     """The real cores, and everything around them that may go wrong."""
 
     # --- what happens -------------------------------------------------------------------------
@@ -86,7 +96,7 @@ class World(Options):
         request = self.scheduler.mint()
         if request in self.clients:
             raise Found("id-minted-twice", f"{request} has two clients")
-        self.clients[request] = Client(asked, self.epoch)
+        self.clients[request] = Client(asked, self.epoch, since_ns=self.now)
         self.perform(
             self.scheduler.submit(
                 request,
@@ -105,6 +115,10 @@ class World(Options):
         self.now = max(self.now + 1, self.next_deadline() or 0)
         self.perform(self.scheduler.tick(self.now))
 
+    def _do_late(self) -> None:
+        """Time passes, and the timer that should say so is late."""
+        self.now = max(self.now + 1, self.next_deadline() or 0)
+
     # --- streams ------------------------------------------------------------------------------
 
     def _do_up(self, party: Party) -> None:
@@ -122,13 +136,22 @@ class World(Options):
         self.up[party] = (second, first, *rest)
 
     def _hear(self, party: Party, message: Proposal | Tokens) -> None:
-        if isinstance(message, Proposal):
-            line = self.scheduler.lines.get(party)
-            if line is not None and message.number < line.expected:
-                self.sometimes["repeated-proposal-answered"] += 1
-            self.perform(self.scheduler.propose(message, self.now))
+        if isinstance(message, Tokens):
+            self._tokens(party, message)
             return
-        blank = ("",) * len(message.tokens)
+        line = self.scheduler.lines.get(party)
+        if line is not None and message.number < line.expected:
+            self.sometimes["repeated-proposal-answered"] += 1
+        effects = self.scheduler.propose(message, self.now)
+        dropped = Answer(party, message.number, 0, "quiet-after-end") in effects
+        said = [e.entry.event for e in effects if isinstance(e, Append)]
+        ended = any(isinstance(event, Aborted | Requeued) for event in said)
+        if isinstance(message.body, Failed) and dropped and ended:
+            raise Found("dropped-though-taken", f"{message.request}: a failure that ended it")
+        self.perform(effects)
+
+    def _tokens(self, party: Party, message: Tokens) -> None:
+        count = len(message.tokens)
         self.perform(
             self.scheduler.tokens(
                 party,
@@ -136,13 +159,34 @@ class World(Options):
                 message.attempt,
                 first=message.first,
                 tokens=message.tokens,
-                texts=blank,
-                logprobs=(0.0,) * len(message.tokens),
+                texts=("",) * count,
+                logprobs=(0.0,) * count,
             )
         )
 
+    def _do_forge(self, party: Party, request: RequestId) -> None:
+        attempt, held = (
+            self.scheduler.log.state(request).attempt,
+            self.scheduler.relays[request].held,
+        )
+        self._tokens(party, Tokens(request, attempt, held, (FORGED,)))
+
     def _do_down(self, party: Party) -> None:
         item, self.down[party] = self.down[party][0], self.down[party][1:]
+        self._show(party, item)
+
+    def _do_echo(self, party: Party) -> None:
+        self._show(party, self.down[party][0])
+
+    def _do_garble(self, party: Party) -> None:
+        item, self.down[party] = self.down[party][0], self.down[party][1:]
+        assert isinstance(item, Publish)
+        assert item.payload is not None
+        other = tuple(token + FORGED for token in item.payload.tokens)
+        payload = attrs.evolve(item.payload, tokens=other)
+        self._show(party, attrs.evolve(item, payload=payload))
+
+    def _show(self, party: Party, item: Publish | Synced) -> None:
         core = self.cores[party]
         if isinstance(item, Publish):
             self.act(party, core.receive(item.position, item.entry, item.payload))
@@ -181,6 +225,11 @@ class World(Options):
         del self.stored[self.durable :]
         self._do_process_crash()
 
+    def _do_torn(self) -> None:
+        """The machine stops while it writes: of what was not durable a part is there."""
+        self.durable += (len(self.stored) - self.durable) // 2
+        self._do_crash()
+
     def _do_process_crash(self) -> None:
         if self.scenario.flush_at_start:
             # What a new life shows as its log must not be forgotten by the next crash.
@@ -216,9 +265,20 @@ class World(Options):
             return
         wrong: dict[RequestId, int] = {}
         for part in step.slices:
+            self._judge_slice(party, part)
             if isinstance(part, DecodeSlice):
                 self._read(party, part, part.position, wrong)
         self.steps[party] = (step, wrong)
+
+    def _judge_slice(self, party: Party, part: DecodeSlice | PrefillSlice) -> None:
+        """A step computes for those whose attempt runs, and with the prompt that was asked."""
+        if isinstance(part, PrefillSlice) and part.count < 1:
+            raise Found("ill-formed", f"{party} computes nothing for {part.request}")
+        if self._over(party, part.request, part.attempt):
+            raise Found("stepped-after-end", f"{party} computes for {part.request}, which is over")
+        tokens = self.cores[party].jobs[part.request].payload.tokens
+        if max(tokens) >= FORGED:
+            raise Found("wrong-prompt", f"{party} computes {tokens} for {part.request}")
 
     def _read(
         self, party: Party, part: DecodeSlice, count: int, wrong: dict[RequestId, int]
@@ -281,102 +341,3 @@ class World(Options):
     def _over(self, party: Party, request: RequestId, attempt: int) -> bool:
         state = self.cores[party].log.state(request)
         return state.phase not in LIVE or state.attempt != attempt
-
-    # --- memory -------------------------------------------------------------------------------
-
-    def _do_verify(self, index: int) -> None:
-        party, asked = self.verifies[index]
-        self.verifies = self.verifies[:index] + self.verifies[index + 1 :]
-        core = self.decode(party)
-        total, result = 0, None
-        for reserved, tokens, _, digest in asked.writes:
-            pages, wrong = self.memory.verify(core, reserved, tokens, digest)
-            total += pages
-            if wrong is not None:
-                if not self.scenario.faults.get("lie"):
-                    raise Found("isolation", f"{asked.request}: page {wrong} fails its check")
-                result = Failed(Cause.ISOLATION_VIOLATION, "verify", wrong)
-        if result is None:
-            job = core.jobs.get(asked.request)
-            grants = tuple(r.grant for r in job.reserved) if job is not None else ()
-            named = tuple(dict.fromkeys(w[0].grant for w in asked.writes)) or grants
-            if not named:
-                result = Failed(Cause.ENGINE_FAILED, "nothing to verify")
-            else:
-                verified = Verified(named, total, total, total, "world")
-                self.act(party, core.verify_ended(asked.request, asked.attempt, verified))
-                return
-        self.act(party, core.verify_ended(asked.request, asked.attempt, result))
-
-    def _do_fenced(self, index: int) -> None:
-        party, fence = self.fences[index]
-        self.fences = self.fences[:index] + self.fences[index + 1 :]
-        self.refused |= {(fence.grant, fence.party)}
-        self.act(party, self.decode(party).fence_ended(fence.grant, fence.party))
-
-    def _do_land(self, party: Party, ticket: int) -> None:
-        write = self.writes[(party, ticket)]
-        post = write.post
-        owner = self.cores[post.grant.owner]
-        if self.scheduler.log.state(post.request).phase not in LIVE:
-            self.sometimes["landed-after-end"] += 1
-        if write.orphan:
-            self.sometimes["landed-from-a-dead-writer"] += 1
-        if self.layout(write.party) != self.layout(post.grant.owner):
-            raise Found("wrong-offset", f"ticket {ticket} is laid out as {self.layout(party)}")
-        try:
-            self.memory.land(owner, write)
-        except Found as found:
-            if found.name == "late-write":
-                self.hint = self._late(write)
-            raise
-        self.writes[(party, ticket)] = attrs.evolve(write, landed=write.landed + 1)
-
-    def _late(self, write: Write) -> str:
-        """The rule that a write breaks which lands too late, where the log itself is clean."""
-        grant, party = write.post.grant, write.party
-        if grant.owner not in self.cores:
-            return "incarnation-fences"
-        said = [e.event for _, e in self.stored if getattr(e.event, "grant", None) == grant]
-        if not said:
-            return "acted-after-logged"
-        drained = any(isinstance(event, Drained) and event.party == party for event in said)
-        return "drained-is-final" if drained else "quiet-after-end"
-
-    def _do_reland(self, party: Party, ticket: int) -> None:
-        self._do_land(party, ticket)
-
-    def _do_lie(self, party: Party, ticket: int) -> None:
-        self._do_land(party, ticket)
-
-    def _end(self, key: Key, how: Posted) -> None:
-        write = self.writes.pop(key)
-        if write.doubted:
-            self.sometimes["doubt-resolved"] += 1
-        if how is Posted.DONE and self._may("lie"):
-            content = self.memory.content(write)
-            self.writes[key] = attrs.evolve(write, ended=True, content=content)
-        size, digest = self._count(write.post), self.digests.pop(key)
-        core = self.prefill(key[0])
-        self.act(key[0], core.post_ended(key[1], how, size_bytes=size, digest=digest))
-
-    @staticmethod
-    def _count(post: Post) -> int:
-        return max(1, post.tokens.count)
-
-    def _do_done(self, party: Party, ticket: int) -> None:
-        self._end((party, ticket), Posted.DONE)
-
-    def _do_failed(self, party: Party, ticket: int) -> None:
-        self._end((party, ticket), Posted.FAILED)
-
-    def _do_fail(self, party: Party, ticket: int) -> None:
-        self._end((party, ticket), Posted.FAILED)
-
-    def _do_doubt(self, party: Party, ticket: int) -> None:
-        self.writes[(party, ticket)] = attrs.evolve(self.writes[(party, ticket)], doubted=True)
-        self.act(party, self.prefill(party).post_ended(ticket, Posted.IN_DOUBT))
-
-    def _do_hang(self, party: Party, ticket: int) -> None:
-        self._do_doubt(party, ticket)
-        self.writes[(party, ticket)] = attrs.evolve(self.writes[(party, ticket)], silent=True)

@@ -6,11 +6,12 @@ Must not know: what an action does.
 
 from __future__ import annotations
 
+from engine.effects import Publish
 from engine.world_key import Keyed
 from engine.world_memory import Write
 from engine.world_values import FAULTS, Action
-from lifecycle.ids import Party
-from lifecycle.state import LIVE, OPEN
+from lifecycle.ids import Party, RequestId
+from lifecycle.state import LIVE, OPEN, Phase
 
 Key = tuple[Party, int]
 """A write: its writer and its ticket."""
@@ -72,6 +73,11 @@ class Options(Keyed):
                 out.append(("swap", party))
         if self.down[party]:
             out.append(("down", party))
+            item = self.down[party][0]
+            if isinstance(item, Publish) and self._may("echo"):
+                out.append(("echo", party))
+            if isinstance(item, Publish) and item.payload is not None and self._may("garble"):
+                out.append(("garble", party))
         if self.answers[party]:
             out.append(("answer", party))
         elif not waiting and self.cores[party].outstanding:
@@ -129,11 +135,30 @@ class Options(Keyed):
                 for request, client in self.clients.items()
                 if not client.gone and (self.scenario.late_cancels or not client.ended)
             )
-        if self._may("tick") and self.next_deadline() is not None:
-            out.append(("tick",))
+        if self.next_deadline() is not None:
+            out.extend((f,) for f in ("tick", "late") if self._may(f))
         out.extend((f,) for f in ("crash", "process-crash") if self._may(f))
+        if self._may("torn") and len(self.stored) - self.durable > 1:
+            out.append(("torn",))
+        if self._may("forge"):
+            out.extend(("forge", *whom) for whom in self._forgeries())
         for engine in self.incarnations:
             out.extend((f, engine) for f in ("restart", "declare-lost") if self._may(f))
+
+    def _forgeries(self) -> list[tuple[Party, RequestId]]:
+        """Who may claim a token of a request that is not its, or that has them all."""
+        claims = []
+        for request, relay in self.scheduler.relays.items():
+            state = self.scheduler.log.state(request)
+            if state.phase is not Phase.DECODING or state.admitted is None:
+                continue
+            whole = relay.held >= state.admitted.new_tokens_max
+            claims += [
+                (party, request)
+                for party in self.cores
+                if whole or party not in state.admitted.decode.parties()
+            ]
+        return claims
 
     def next_deadline(self) -> int | None:
         """The first moment at which time alone changes something."""

@@ -38,11 +38,21 @@ from engine.world_kinds import Gathers, Manifests, with_kinds
 from engine.world_memory import Memory, Write
 from engine.world_values import Client, Core, Found, Mint, Scenario, Tokens
 from lifecycle.decide import Limits
-from lifecycle.events import Attached, Entry, Finished, Proposal, Role, Verified
+from lifecycle.events import (
+    Attached,
+    Cause,
+    Entry,
+    Finished,
+    Proposal,
+    RejectCode,
+    Role,
+    Verified,
+)
 from lifecycle.ids import EngineId, GrantId, Party, RequestId
 
-PREFILL = EngineId("p")
-DECODE = EngineId("d")
+PREFILLS = (EngineId("p"), EngineId("q"))
+DECODES = (EngineId("d"), EngineId("e"))
+"""Names of engines; a scenario says how many there are."""
 Down = Publish | Synced
 Up = Proposal | Tokens
 
@@ -65,7 +75,8 @@ class Shells:
         self.memory = Memory(scenario.page_tokens)
         self.cores: dict[Party, Core] = {}
         self.mints: dict[Party, Mint] = {}
-        self.incarnations: dict[EngineId, int] = {PREFILL: 0, DECODE: 0}
+        engines = PREFILLS[: scenario.prefills] + DECODES[: scenario.decodes]
+        self.incarnations: dict[EngineId, int] = dict.fromkeys(engines, 0)
         self.connected: frozenset[Party] = frozenset()
         self.up: dict[Party, tuple[Up, ...]] = {}
         self.publishes: dict[Party, tuple[Down, ...]] = {}
@@ -85,10 +96,11 @@ class Shells:
         self.budget = dict(scenario.faults)
         self.asked = 0
         self.hint = ""
+        self.turns = 0
         self.sometimes: Counter[str] = Counter()
         self.scheduler = self._new_scheduler()
         self.perform(self.scheduler.resume((), self.now))
-        for engine in (PREFILL, DECODE):
+        for engine in engines:
             self.new_life(engine)
 
     # --- lives --------------------------------------------------------------------------------
@@ -103,11 +115,16 @@ class Shells:
             settle_ns=10,
         )
         made = with_kinds(self.scenario.scheduler, Manifests, self.scenario.kinds)
-        return made(limits=limits, epoch=self.epoch, digest=cheap_digest)
+        return made(
+            limits=limits,
+            epoch=self.epoch,
+            digest=cheap_digest,
+            engine_wait_ns=self.scenario.engine_wait_ns,
+        )
 
     def attached(self, engine: EngineId) -> Attached:
         """How this life of the engine introduces itself."""
-        scenario, prefill = self.scenario, engine == PREFILL
+        scenario, prefill = self.scenario, engine in PREFILLS
         ranks = scenario.ranks if prefill else 1
         return Attached(
             engine=engine,
@@ -128,11 +145,11 @@ class Shells:
     def layout(self, party: Party) -> str:
         """How that life lays out its pages."""
         misfit = self.scenario.misfit_life
-        return "M" if (party.engine, party.incarnation) == (DECODE, misfit) else "L"
+        return "M" if (party.engine, party.incarnation) == (DECODES[0], misfit) else "L"
 
     def parties(self, engine: EngineId) -> tuple[Party, ...]:
         """The ranks of the engine's present life."""
-        ranks = self.scenario.ranks if engine == PREFILL else 1
+        ranks = self.scenario.ranks if engine in PREFILLS else 1
         return tuple(Party(engine, self.incarnations[engine], rank) for rank in range(ranks))
 
     def new_life(self, engine: EngineId) -> None:
@@ -153,7 +170,7 @@ class Shells:
 
     def _core(self, party: Party) -> Core:
         scenario, mint = self.scenario, self.mints[party]
-        if party.engine == PREFILL:
+        if party.engine in PREFILLS:
             return scenario.prefill(
                 party,
                 pages=scenario.prefill_pages,
@@ -264,8 +281,22 @@ class Shells:
             raise Found("position-gap", f"position {position} follows {len(self.stored)}")
         self.stored.append((position, entry))
         self.sometimes[type(entry.event).__name__] += 1
+        self._judge_end(entry)
         if isinstance(entry.event, Verified):
             self.verified |= {(entry.request, entry.attempt)}
+
+    def _judge_end(self, entry: Entry) -> None:
+        """Nobody is ended for want of an engine while there is one of each, or at once."""
+        event = entry.event
+        code = getattr(event, "code", None) or getattr(event, "cause", None)
+        if code not in {RejectCode.NO_ENGINE, Cause.NO_ENGINE} or self.scenario.misfit_life:
+            return
+        fleet, client = self.scheduler.log.fleet, self.clients[entry.request]
+        if len({life.attached.role for life in fleet.alive()}) > 1:
+            raise Found("failed-for-nothing", f"{entry.request}: no engine, though they are there")
+        waited = self.now - max(client.since_ns, fleet.time_ns)
+        if self.now > client.since_ns and waited < self.scenario.engine_wait_ns:
+            raise Found("failed-for-nothing", f"{entry.request} waited {waited} ns for an engine")
 
     def settle_durable(self) -> None:
         """Let go of whatever waited for the store, in order."""
@@ -300,6 +331,8 @@ class Shells:
         client = self.clients[told.request]
         if client.gone:
             return
+        if not told.tokens:
+            raise Found("ill-formed", f"{told.request} is told that there is nothing new")
         if client.ended:
             raise Found("token-after-end", f"{told.request} has ended", rule="quiet-after-end")
         start = client.asked.prompt_tokens - 1 + client.got
@@ -329,11 +362,18 @@ class Shells:
                 case Retire(grant):
                     self.exposed -= {grant}
                 case Fence():
+                    self._judge_fence(party, effect)
                     self.fences = (*self.fences, (party, effect))
                 case VerifyPages():
                     self.verifies = (*self.verifies, (party, effect))
                 case Forget():
                     pass
+
+    def _judge_fence(self, party: Party, fence: Fence) -> None:
+        """Owners shut others out of their own grants, and only those that are lost."""
+        life = self.cores[party].log.fleet.life(fence.party.engine, fence.party.incarnation)
+        if fence.grant.owner != party or life is None or life.lost is None:
+            raise Found("fenced-the-living", f"{party} fences {fence.party} off {fence.grant}")
 
     def prefill(self, party: Party) -> PrefillCore:
         """The prefill core of that rank."""

@@ -35,9 +35,11 @@ EYES: Mapping[str, str] = {
     "allocator": "settled-once",
     "answer-before-durable": "acted-after-logged",
     "answered-twice": "first-cause-wins",
+    "dropped-though-taken": "settled-once",
     "computed-before-sent": "computed-before-sent",
     "conservation": "conservation",
     "failed-for-nothing": "bounded",
+    "fenced-the-living": "time-is-no-proof",
     "foreign-staging": "drained-before-released",
     "freed-but-held": "acted-after-logged",
     "id-minted-twice": "one-decision",
@@ -50,6 +52,7 @@ EYES: Mapping[str, str] = {
     "read-unheld": "drained-before-released",
     "replay-differs": "unbroken-log",
     "step-on-unheld": "drained-before-released",
+    "stepped-after-end": "quiet-after-end",
     "stuck": "bounded",
     "token-after-end": "quiet-after-end",
     "token-before-verified": "whole-before-read",
@@ -57,6 +60,7 @@ EYES: Mapping[str, str] = {
     "truncated": "first-cause-wins",
     "two-owners": "one-owner",
     "unanswered": "bounded",
+    "wrong-prompt": "whole-before-read",
     "wrong-offset": "compatible-legs",
 }
 """The rule that each oracle watches where the log itself says nothing."""
@@ -88,6 +92,11 @@ FAULTS = (
     "restart",
     "declare-lost",
     "step-fails",
+    "echo",
+    "garble",
+    "forge",
+    "late",
+    "torn",
 )
 """Kinds of faults that a run has a budget for, in a fixed order."""
 
@@ -130,6 +139,12 @@ class Scenario:
     """Clients may cancel what has ended."""
     misfit_life: int = 0
     """The life of the decode engine that comes with another layout; 0 is none."""
+    prefills: int = 1
+    """Prefill engines, at most two."""
+    decodes: int = 1
+    """Decode engines, at most two."""
+    engine_wait_ns: int = 0
+    """How long a request waits for engines that could hold it; 0 is for ever."""
 
     @property
     def fence_scope(self) -> FenceScope:
@@ -147,6 +162,7 @@ class Client:
     ended: bool = False
     told: object = None
     gone: bool = False
+    since_ns: int = 0
 
     @property
     def succeeded(self) -> bool:

@@ -120,8 +120,12 @@ def admit(history: History, wanted: Submission, limits: Limits) -> Admitted | No
     ]
     best: tuple[int, Leg, Leg] | None = None
     for p, d in pairs:
-        prefill = _leg(history, p, wanted, limits)
-        decode = _leg(history, d, wanted, limits)
+        growth, most = growth_booked(wanted, limits), wanted.prompt_tokens + wanted.new_tokens_max
+        if prefill_pages(most, p.attached.page_tokens) > p.attached.pages:
+            # Once grown it could never come back, so it must never have to give way.
+            growth = wanted.new_tokens_max
+        prefill = _leg(history, p, wanted, limits, growth)
+        decode = _leg(history, d, wanted, limits, growth)
         if prefill is None or decode is None:
             continue
         room = prefill.pages_free - prefill.pages_booked + decode.pages_free - decode.pages_booked
@@ -167,6 +171,18 @@ def unplaceable(history: History, wanted: Submission) -> str | None:
     )
 
 
+def outgrown(history: History, prompt_tokens: int) -> bool:
+    """Whether a prompt that has grown by its answer fits no prefill pool that there is.
+
+    Where no prefill engine lives nobody knows, and one may come.
+    """
+    lives = _lives(history, Role.PREFILL)
+    return bool(lives) and all(
+        prefill_pages(prompt_tokens, life.attached.page_tokens) > life.attached.pages
+        for life in lives
+    )
+
+
 def _lives(history: History, role: Role) -> list[Life]:
     return [life for life in history.fleet.alive() if life.attached.role is role]
 
@@ -186,7 +202,9 @@ def growth_booked(wanted: Submission, limits: Limits) -> int:
     return min(wanted.new_tokens_max, step)
 
 
-def _leg(history: History, life: Life, wanted: Submission, limits: Limits) -> Leg | None:
+def _leg(
+    history: History, life: Life, wanted: Submission, limits: Limits, growth: int
+) -> Leg | None:
     attached = life.attached
     size = attached.page_tokens
     parties = [Party(attached.engine, attached.incarnation, rank) for rank in range(attached.ranks)]
@@ -199,7 +217,7 @@ def _leg(history: History, life: Life, wanted: Submission, limits: Limits) -> Le
         needed = booked = prefill_pages(wanted.prompt_tokens, size)
     else:
         needed = pages_for(wanted.prompt_tokens + wanted.new_tokens_max, size)
-        booked = pages_for(wanted.prompt_tokens + growth_booked(wanted, limits), size)
+        booked = pages_for(wanted.prompt_tokens + growth, size)
         # Whoever decodes here may soon grow by a step: a newcomer must not take that room.
         running = max(len(account.booked) for account in accounts)
         free_after = free - running * pages_for(limits.growth_tokens, size)

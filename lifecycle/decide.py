@@ -162,7 +162,7 @@ def _outgrown(history: History, state: RequestState, relayed: int) -> bool:
 
 def _fail(history: History, command: Fail) -> Iterable[Decided]:
     state = history.state(command.request)
-    if state.phase not in LIVE:
+    if state.admitted is None or state.phase not in LIVE:
         return
     failed = command.failed
     reporter = str(command.reporter)
@@ -184,10 +184,7 @@ def _fail(history: History, command: Fail) -> Iterable[Decided]:
             ):
                 yield command.request, Quarantined(grant.id, QuarantineCause.ISOLATION)
         return
-    decode = state.admitted.decode if state.admitted is not None else None
-    if decode is None:
-        return
-    counts = dict(command.others)
+    decode, counts = state.admitted.decode, dict(command.others)
     here = [history.state(r) for r in counts if r != state.request]
     whole = frozenset(
         s.request for s in here if _runs_on(s, decode) and _has_all(s, counts[s.request])

@@ -3,7 +3,7 @@
 Owns: what counts as a guard, how one is taken out, and who looks.
 Must not know: what any guard is for.
 
-A guard of the rules is removed by its name. Whoever looks: the walk over the mutants' worlds, and
+A guard of the rules is removed by its name. Whoever looks: the walk over all scenarios, and
 a search over legal logs in which one entry is changed; there a second model has to object to what
 the reducer without that guard lets in, and the whole reducer would not.
 
@@ -28,6 +28,7 @@ from typing import Any
 
 import attrs
 
+from engine.scenarios import SCENARIOS
 from lifecycle.crossguards import CROSS_GUARDS
 from lifecycle.guards import GUARDS, TABLE_PLACE
 from property_tests.mutants_base import hunt, mutant
@@ -147,7 +148,8 @@ def _walk_without(site: Site | None, name: str, cpu_s: float, runs: int, out: An
     if site is not None:
         cut(site)
     try:
-        result = hunt(plain(*([name] if name else [])), runs=runs, cpu_s_max=cpu_s)
+        crippled = plain(*([name] if name else []))
+        result = hunt(crippled, runs=runs, cpu_s_max=cpu_s, scenarios=SCENARIOS)
         trace = result.outcome.trace
         found = "" if trace is None else f"{trace.found.name} ({trace.rule})"
     except Exception as error:  # noqa: BLE001 - whatever a crippled core raises was noticed

@@ -126,10 +126,15 @@ class Hunt:
 
 
 def hunt(
-    one: Mutant, *, runs: int = RUNS_MAX, first_seed: int = 0, cpu_s_max: float = 60.0
+    one: Mutant,
+    *,
+    runs: int = RUNS_MAX,
+    first_seed: int = 0,
+    cpu_s_max: float = 60.0,
+    scenarios: Mapping[str, Scenario] = WORLDS,
 ) -> Hunt:
     """Walk the worlds in turn until something is found, or runs or seconds are used up."""
-    made = {name: one.put_into(scenario) for name, scenario in WORLDS.items()}
+    made = {name: one.put_into(scenario) for name, scenario in scenarios.items()}
     names = tuple(made)
     total = Outcome()
     start = time.process_time()

@@ -121,7 +121,7 @@ DESIGN: tuple[Mutant, ...] = (
         "engine that keeps its cursor over the new epoch takes an end for a repeat.",
         guard="EngineCore.begin_sync; Scheduler.connect compares epochs",
         rules="unbroken-log bounded conservation",
-        oracles="log-diverged stuck leak not-closed freed-but-held",
+        oracles="log-diverged stuck leak not-closed freed-but-held never-quiet",
         scheduler=scheduler.BelievesCursor,
         prefill=prefill.KeepsPositionPrefill,
         decode=decode.KeepsPositionDecode,

@@ -37,8 +37,8 @@ HISTORICAL: tuple[Mutant, ...] = (
         story="The rejection is logged, but the queue still holds the request and admits it later: "
         "two places say whether a request may run, and one client gets two answers.",
         guard="one-decision/table",
-        rules="one-decision unbroken-log quiet-after-end",
-        oracles="sequencer answered-twice token-after-end",
+        rules="one-decision unbroken-log quiet-after-end bounded",
+        oracles="sequencer answered-twice token-after-end stuck",
         scheduler=scheduler.RejectedWalks,
     ),
     mutant(
@@ -61,7 +61,7 @@ HISTORICAL: tuple[Mutant, ...] = (
         guard="EngineCore.is_live",
         rules="quiet-after-end drained-is-final acted-after-logged bounded conservation "
         "drained-before-released",
-        oracles="late-write step-on-unheld stuck leak never-quiet replay",
+        oracles="stepped-after-end late-write step-on-unheld stuck leak never-quiet replay",
         prefill=prefill.AbortedRequeued,
     ),
     mutant(

@@ -21,6 +21,7 @@ from engine.coverage import (
 )
 from engine.explorer import walk
 from engine.log_changes import changed
+from engine.scenarios import SCENARIOS
 from engine.world import World
 from engine.world_values import Action, Asked
 from lifecycle.events import REQUEST_EVENTS
@@ -53,6 +54,8 @@ AIMED = (
     attrs.evolve(focus(cancel=1, fail=1), kinds=2, decode_pages=40, attempts_max=1),
     focus(restart=4),
     focus(lie=6, cancel=2),
+    SCENARIOS["two of each"],
+    SCENARIOS["torn logs"],
 )
 """Scenarios in which everything is met that can be met in a world."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from lifecycle.admission import Limits, Submission, admit, growth_booked, refuse
+from lifecycle.admission import Limits, Submission, admit, growth_booked, outgrown, refuse
 from lifecycle.decide import (
     End,
     Fail,
@@ -260,6 +260,29 @@ def test_nobody_gives_way_whose_answer_is_whole() -> None:
     others = ((OLDER, 2), (YOUNGER, most.new_tokens_max))
     command = Fail(OLDER, DECODE, Failed(Cause.OUT_OF_PAGES), 2, others)
     assert decide(log.history, command) == ()
+
+
+def test_who_has_grown_out_of_every_prefill_pool_is_not_requeued() -> None:
+    """What was relayed is part of the next prompt; one that fits nowhere would wait for ever."""
+    log = hand.decoding(Log()).history
+    assert not outgrown(log, hand.PAGES * hand.PAGE_TOKENS + 1)
+    assert outgrown(log, hand.PAGES * hand.PAGE_TOKENS + 2)
+    lost = attrs.evolve(LOSE_DECODE, relayed=((ONE, 3),))
+    assert Requeued(Cause.ENGINE_LOST, "d0/1", 3) in [event for _, event in decide(log, lost)]
+    lives = tuple(
+        (name, attrs.evolve(life, attached=attrs.evolve(life.attached, pages=2)))
+        for name, life in log.fleet.lives
+    )
+    log.fleet = attrs.evolve(log.fleet, lives=lives)
+    assert Aborted(Cause.ENGINE_LOST, "d0/1") in [event for _, event in decide(log, lost)]
+
+
+def test_pages_on_their_way_are_waited_for() -> None:
+    """The oldest does not give way while an ended attempt's pages are still coming home."""
+    log = _two_decode(Log())
+    log.add(hand.requeued(), request=ONE)
+    asks = Fail(YOUNGER, DECODE, Failed(Cause.OUT_OF_PAGES), 1, ((YOUNGER, 1),))
+    assert decide(log.history, asks) == ()
 
 
 # --- lose -------------------------------------------------------------------------------------
