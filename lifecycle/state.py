@@ -106,7 +106,9 @@ class RequestState:
     def grant(self, name: GrantId) -> Grant | None:
         """The grant of that name, if the log knows it."""
         for grant in self.grants:
-            if grant.reserved.grant == name:
+            known = grant.reserved.grant
+            # Names that come from the same decoder are the same objects.
+            if known is name or known == name:
                 return grant
         return None
 

@@ -8,8 +8,8 @@ Must not know: streams, files, or which event is legal when.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar, assert_never
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, assert_never
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -142,44 +142,32 @@ def decode_event(message: pb.Event) -> Event:
         raise MalformedRecord(f"Event.{message.WhichOneof('event')}", str(error)) from error
 
 
+_DECODERS: dict[str, Callable[[Any], Event]] = {
+    "admitted": requests.decode_admitted,
+    "rejected": requests.decode_rejected,
+    "reserved": requests.decode_reserved,
+    "transferred": requests.decode_transferred,
+    "drained": requests.decode_drained,
+    "verified": requests.decode_verified,
+    "finished": requests.decode_finished,
+    "aborted": requests.decode_aborted,
+    "requeued": requests.decode_requeued,
+    "quarantined": requests.decode_quarantined,
+    "released": requests.decode_released,
+    "dropped": requests.decode_dropped,
+    "attached": fleet.decode_attached,
+    "draining": fleet.decode_draining,
+    "lost": fleet.decode_lost,
+    "resumed": fleet.decode_resumed,
+    "recovered": fleet.decode_recovered,
+}
+
+
 def _decode_event(message: pb.Event) -> Event:
-    match message.WhichOneof("event"):
-        case "admitted":
-            return requests.decode_admitted(message.admitted)
-        case "rejected":
-            return requests.decode_rejected(message.rejected)
-        case "reserved":
-            return requests.decode_reserved(message.reserved)
-        case "transferred":
-            return requests.decode_transferred(message.transferred)
-        case "drained":
-            return requests.decode_drained(message.drained)
-        case "verified":
-            return requests.decode_verified(message.verified)
-        case "finished":
-            return requests.decode_finished(message.finished)
-        case "aborted":
-            return requests.decode_aborted(message.aborted)
-        case "requeued":
-            return requests.decode_requeued(message.requeued)
-        case "quarantined":
-            return requests.decode_quarantined(message.quarantined)
-        case "released":
-            return requests.decode_released(message.released)
-        case "dropped":
-            return requests.decode_dropped(message.dropped)
-        case "attached":
-            return fleet.decode_attached(message.attached)
-        case "draining":
-            return fleet.decode_draining(message.draining)
-        case "lost":
-            return fleet.decode_lost(message.lost)
-        case "resumed":
-            return fleet.decode_resumed(message.resumed)
-        case "recovered":
-            return fleet.decode_recovered(message.recovered)
-        case None:
-            raise _nothing_known("Event.event", message)
+    name = message.WhichOneof("event")
+    if name is None:
+        raise _nothing_known("Event.event", message)
+    return _DECODERS[name](getattr(message, name))
 
 
 def _nothing_known(field: str, message: Message) -> CodecError:

@@ -139,9 +139,15 @@ def encode_grant(grant: GrantId) -> pb.GrantId:
     return pb.GrantId(owner=encode_party(grant.owner), serial=grant.serial)
 
 
+@lru_cache(maxsize=65_536)
+def _grant(owner: Party, serial: int) -> GrantId:
+    """A grant is named by most entries of its request; equal names are the same object."""
+    return GrantId(owner, serial)
+
+
 def decode_grant(message: pb.GrantId) -> GrantId:
     require(message, "owner")
-    return GrantId(decode_party(message.owner), message.serial)
+    return _grant(decode_party(message.owner), message.serial)
 
 
 def encode_pages(pages: Iterable[PageRange]) -> list[pb.PageRange]:
