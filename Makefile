@@ -156,11 +156,13 @@ generated: $(INSTALL_STAMP) ## Generated code and documents are up to date
 	@$(BIN)/python -m tools.generate_proto --check
 	$(say) "Generated documents: docs against the code"
 	@$(BIN)/python -m tools.generate_docs --check
+	$(say) "Generated documents: docs/bugs against the registry and the kept traces"
+	@$(BIN)/python -m property_tests.bug_pages --check
 
 .PHONY: tests
-tests: $(INSTALL_STAMP) $(MODEL) $(NODE_STAMP) ## All tests
-	$(say) "Tests: pytest tests property_tests"
-	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests property_tests
+tests: $(INSTALL_STAMP) $(MODEL) $(NODE_STAMP) ## All tests but the searches of a night
+	$(say) "Tests: pytest tests property_tests -m 'not nightly'"
+	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest tests property_tests -m 'not nightly'
 
 .PHONY: fast-tests
 fast-tests: $(INSTALL_STAMP) ## Tests that need neither the model nor processes
@@ -180,6 +182,14 @@ fuzz: $(INSTALL_STAMP) ## Random search, bounded (FUZZ_SECONDS, FUZZ_JOBS): prin
 	    echo "To repeat it: put the printed @reproduce_failure line above that test, or replay the trace that it names."; \
 	    exit 1; \
 	}
+
+.PHONY: nightly
+nightly: $(INSTALL_STAMP) ## Searches of minutes to hours: large worlds, every mutant from twenty seeds
+	$(say) "Nightly: pytest property_tests -m nightly"
+	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest property_tests -m nightly
+	$(say) "Nightly: every mutant, by the walk and by Hypothesis"
+	@$(BIN)/custody fuzz --mutants --jobs "$(FUZZ_JOBS)"
+	@$(BIN)/python -m property_tests.hypothesis_hunt
 
 .PHONY: traces
 traces: $(INSTALL_STAMP) ## Replay whole request traces (CUSTODY_TRACES names their folder), about ten minutes

@@ -18,7 +18,7 @@ from property_tests.guard_survivors import CODE_SURVIVORS, RULES_BACKED_UP, reas
 from property_tests.mutants import BY_NAME, CANARY, HARMLESS, MUTANTS, WORLDS, Mutant, hunt
 
 QUICK_RUNS = 60
-"""What most mutants need; the others are hunted in the slow tests."""
+"""What most mutants need; the others are hunted at night, and their kept traces always."""
 SLOW = frozenset(
     {
         "aba",
@@ -62,6 +62,7 @@ def test_most_mutants_are_found_at_once(mutant: Mutant) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "mutant", [m for m in MUTANTS if m.name in SLOW], ids=lambda mutant: mutant.name
