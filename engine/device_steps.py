@@ -61,12 +61,13 @@ class DeviceBatch:
             device=device,
         )
         self._rows = sum(each.count for each in sequences)
-        self._entries = [
-            (number, position, page, tag)
-            for number, (pages, tags) in enumerate(tables)
-            for position, (page, tag) in enumerate(zip(pages, tags, strict=True))
-        ]
-        self._owners = torch.tensor([e[0] for e in self._entries], dtype=torch.int64, device=device)
+        counts = torch.tensor([len(pages) for pages, _ in tables], dtype=torch.int64)
+        places = torch.cat([torch.arange(len(pages)) for pages, _ in tables])
+        self._live_pages = places.numel()
+        self._owners = torch.repeat_interleave(counts).to(device)
+        self._positions = places.to(dtype=torch.int32, device=device)
+        mine = torch.arange(self._tables.width, device=device) < counts.to(device)[:, None]
+        self._pages, self._tags = self._tables.pages[mine], self._tables.tags[mine]
         self._flags = new_flags(len(self._sequences), device)
 
     def begin_step(self) -> None:
@@ -74,8 +75,8 @@ class DeviceBatch:
         if self._state != "new":
             raise StepOrderError(called="begin_step", state=self._state)
         self._state = "begun"
-        self._compare([each.start for each in self._sequences])
-        self._pool.counters.reads_checked += len(self._entries) * self._pool.layout.layers
+        self._compare(self._tables.tokens - self._tables.rows)
+        self._pool.counters.reads_checked += self._live_pages * self._pool.layout.layers
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store K and V, each `[rows, kv_heads, head_dim]`, of this step's tokens in one layer.
@@ -112,9 +113,9 @@ class DeviceBatch:
         if self._state != "begun":
             raise StepOrderError(called="end_step", state=self._state)
         self._state = "ended"
-        self._compare([each.start + each.count for each in self._sequences])
+        self._compare(self._tables.tokens)
         counters = self._pool.counters
-        counters.reads_rechecked += len(self._entries) * self._pool.layout.layers
+        counters.reads_rechecked += self._live_pages * self._pool.layout.layers
         flags: list[int] = self._flags.tolist()
         mismatches = {
             number: self._describe(number, Fault(bits)) for number, bits in enumerate(flags) if bits
@@ -128,26 +129,23 @@ class DeviceBatch:
         if rows != self._rows:
             raise RowCountError(rows=rows, expected=self._rows)
 
-    def _labels(self, tokens: Sequence[int]) -> PageLabels:
+    def _labels(self, tokens: Tensor) -> PageLabels:
         """What each live page must be, and hold at least when sequences hold so many tokens."""
         size = self._pool.layout.page_tokens
-        return PageLabels.of(
-            [page for _, _, page, _ in self._entries],
-            [to_unsigned(tag) for _, _, _, tag in self._entries],
-            positions=[position for _, position, _, _ in self._entries],
-            filled=[max(0, min(size, tokens[n] - p * size)) for n, p, _, _ in self._entries],
-            device=self._flags.device,
+        filled = (tokens[self._owners] - self._positions * size).clamp_(0, size)
+        return PageLabels(
+            pages=self._pages, tags=self._tags, positions=self._positions, filled=filled
         )
 
-    def _compare(self, tokens: Sequence[int]) -> None:
-        found = new_flags(len(self._entries), self._flags.device)
+    def _compare(self, tokens: Tensor) -> None:
+        found = new_flags(self._live_pages, self._flags.device)
         dispatch.check_headers(self._pool.memory, self._labels(tokens), found)
         # Flags of a sequence's pages are joined by their largest: which bits does not matter here.
         self._flags.scatter_reduce_(0, self._owners, found, "amax")
 
     def _describe(self, number: int, fault: Fault) -> HeaderMismatch:
         """The first mismatch that still stands there; what the flag says where it is gone again."""
-        labels = self._labels([each.start for each in self._sequences])
+        labels = self._labels(self._tables.tokens - self._tables.rows)
         mine = self._owners == number
         report = headers.check(
             self._pool.memory,
@@ -159,7 +157,7 @@ class DeviceBatch:
         if report.first is not None:
             return report.first
         field: HeaderField = next((name for bit, name in _FIELDS if bit & fault), "filled")
-        _, _, page, tag = next(e for e in self._entries if e[0] == number)
+        page, tag = int(self._tables.pages[number, 0]), int(self._tables.tags[number, 0])
         return HeaderMismatch(
             page=page, layer=0, field=field, expected=to_unsigned(tag), found=int(fault)
         )
