@@ -1,0 +1,215 @@
+"""Bad logs: what each verb says of each, its exit code, and that none of them ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from engine.store import Stored
+from lifecycle.events import Draining
+from lifecycle.ids import FLEET, EngineId, RequestId
+from tests import handmade
+from tests.handmade import ONE
+from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
+from tests.test_exposures import first_answered
+from transport import cli
+from transport.jsonlines import entry_object
+from transport.stores import segment_files
+from transport.stores.segments import SegmentStore
+
+Entries = list[tuple[int, Any]]
+Maker = Callable[[Path], Path]
+
+
+def whole() -> Entries:
+    return list(first_answered().entries)
+
+
+def renumbered(entries: list[Any]) -> Entries:
+    return list(enumerate(entries, start=1))
+
+
+def store(folder: Path, entries: Entries) -> Path:
+    """The entries as segment files."""
+    log = SegmentStore(folder)
+    counts: dict[str, int] = {}
+    for _, entry in entries:
+        at = counts.get(entry.request, 0)
+        log.append(entry.request, at, [entry])
+        counts[entry.request] = at + 1
+    log.close()
+    return folder
+
+
+def empty(folder: Path) -> Path:
+    path = folder / "x"
+    path.write_bytes(b"")
+    return path
+
+
+def empty_folder(folder: Path) -> Path:
+    path = folder / "x"
+    path.mkdir()
+    return path
+
+
+def no_log(folder: Path) -> Path:
+    path = folder / "x"
+    path.write_bytes(b"\x00\x01\x02 nothing of the kind\n" * 9)
+    return path
+
+
+def absent(folder: Path) -> Path:
+    return folder / "none"
+
+
+def cut_line(folder: Path) -> Path:
+    path = write_log(folder / "x", whole())
+    path.write_bytes(path.read_bytes()[:-40])
+    return path
+
+
+def cut_segment(folder: Path) -> Path:
+    path = store(folder / "x", whole())
+    (segment,) = segment_files.segment_paths(path)
+    segment.write_bytes(segment.read_bytes()[:-7])
+    return path
+
+
+def flipped_segment(folder: Path) -> Path:
+    path = store(folder / "x", whole())
+    (segment,) = segment_files.segment_paths(path)
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+    return path
+
+
+def out_of_order(folder: Path) -> Path:
+    entries = whole()
+    entries[5], entries[6] = entries[6], entries[5]
+    return write_log(folder / "x", entries)
+
+
+def repeated(folder: Path) -> Path:
+    entries = whole()
+    return write_log(folder / "x", [*entries[:6], entries[5], *entries[6:]])
+
+
+def two_clusters(folder: Path) -> Path:
+    """Two clusters' lines mixed: their requests have the same ids."""
+    other = [(n, attrs.evolve(e, time_ns=e.time_ns + 1)) for n, e in whole()]
+    mixed = [one for pair in zip(whole(), other, strict=True) for one in pair]
+    return write_log(folder / "x", mixed)
+
+
+def clock_back(folder: Path) -> Path:
+    entries = [
+        (n, attrs.evolve(e, time_ns=0) if n == 7 else e)  # in the middle of a request
+        for n, e in whole()
+    ]
+    return write_log(folder / "x", entries)
+
+
+def newer_event(folder: Path) -> Path:
+    path = write_log(folder / "x", whole())
+    path.write_text(path.read_text().replace('"event":"Drained"', '"event":"Evaporated"'))
+    return path
+
+
+def wrong_field(folder: Path) -> Path:
+    path = write_log(folder / "x", whole())
+    path.write_text(path.read_text().replace('"tokens":3', '"tokens":-3'))
+    return path
+
+
+def huge_numbers(folder: Path) -> Path:
+    """A foreign log whose page numbers no machine has."""
+    first = {"format": "custody.log", "version": 1, "source": "other", "complete": True}
+    lines = [first, *(entry_object(Stored(n, e)) for n, e in whole())]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path = folder / "x"
+    path.write_text(text.replace('"first": 0', '"first": 18446744073709551000'))
+    return path
+
+
+def deep(folder: Path) -> Path:
+    path = write_log(folder / "x", whole())
+    path.write_text(path.read_text() + "[" * 100_000 + "\n")
+    return path
+
+
+def longest_names(folder: Path) -> Path:
+    name = RequestId("r" * 100_000)
+    entries = [(n, attrs.evolve(e, request=name) if e.request == ONE else e) for n, e in whole()]
+    return write_log(folder / "x", entries)
+
+
+def only_fleet(folder: Path) -> Path:
+    log = handmade.Log()
+    log.add(Draining(EngineId("p0"), 1), request=FLEET)
+    return write_log(folder / "x", log.entries)
+
+
+# What is done to a log, and the exit code of each verb in this order.
+VERBS = ("replay", "exposures", "explain", "verify", "timeline", "slice", "bundle", "diff")
+TABLE: dict[Maker, tuple[int, ...]] = {
+    empty: (5, 5, 5, 5, 5, 5, 5, 5),
+    empty_folder: (5, 5, 5, 5, 5, 5, 5, 5),
+    no_log: (5, 5, 5, 5, 5, 5, 5, 5),
+    absent: (5, 5, 5, 5, 5, 5, 5, 5),
+    cut_line: (5, 5, 5, 5, 5, 5, 5, 1),
+    cut_segment: (5, 5, 5, 1, 5, 5, 5, 1),
+    flipped_segment: (5, 1, 5, 1, 5, 5, 5, 1),
+    out_of_order: (5, 1, 5, 1, 5, 5, 5, 1),
+    repeated: (1, 0, 0, 1, 0, 0, 0, 1),
+    two_clusters: (1, 0, 0, 1, 0, 1, 0, 1),
+    clock_back: (1, 0, 0, 1, 0, 0, 0, 0),
+    newer_event: (5, 1, 5, 5, 5, 5, 5, 1),
+    wrong_field: (5, 5, 5, 5, 5, 5, 5, 1),
+    huge_numbers: (5, 1, 5, 5, 5, 5, 5, 1),
+    deep: (5, 5, 5, 5, 5, 5, 5, 5),
+    longest_names: (0, 0, 1, 0, 0, 0, 0, 1),
+    only_fleet: (0, 0, 1, 0, 0, 0, 0, 1),
+}
+"""Each bad log, and the exit code of each verb."""
+SILENT = {empty, empty_folder, no_log, absent}
+"""Nothing can be said of these."""
+
+
+def tokens(verb: str, log: Path, folder: Path) -> list[str]:
+    good = folder / "good.jsonl"
+    return {
+        "replay": ["replay", str(log)],
+        "exposures": ["exposures", str(log)],
+        "explain": ["explain", ONE, "--log", str(log)],
+        "verify": ["log", "verify", str(log)],
+        "timeline": ["timeline", str(log), "--output", str(folder / "t.html")],
+        "slice": ["slice", str(log), "--output", str(folder / "slices")],
+        "bundle": ["bundle", str(log), "--output", str(folder / "b.zip")],
+        "diff": ["diff", str(log), str(good)],
+    }[verb]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("maker", TABLE, ids=lambda maker: str(maker.__name__))
+def test_every_verb_on_every_bad_log(
+    maker: Maker, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code of the table; a log that is none is one sentence on standard error."""
+    log = maker(tmp_path)
+    write_log(tmp_path / "good.jsonl", whole())
+    code = cli.run(tokens(verb, log, tmp_path))
+    said = capsys.readouterr()
+    assert code == TABLE[maker][VERBS.index(verb)], (said.out[-600:], said.err[-300:])
+    assert "Traceback" not in said.err
+    if maker in SILENT:
+        assert said.err.startswith("custody: ")
+        assert said.out == ""
+    elif code == 5 and verb in ("replay", "exposures"):
+        assert "incomplete" in said.out
