@@ -60,11 +60,12 @@ class PlainSteps:
 
     def __init__(self, model: Model, pool: KVPool, *, reason: str | None = None) -> None:
         self.reason = reason
+        self.batch = PagedBatch
         self._model = model
         self._pool = pool
 
     def run(self, tokens: Sequence[int], sequences: Sequence[SequenceSlice]) -> Outcome:
-        batch = PagedBatch(self._pool, sequences)
+        batch = self.batch(self._pool, sequences)
         batch.begin_step()
         places = torch.tensor([sequence.start for sequence in sequences])
         hidden = self._model.forward(torch.tensor(tokens), places, batch)

@@ -16,7 +16,8 @@ from tests.tiny import tiny_llama
 from transport import bench, bench_transformers, cli
 from transport.bench_child import Child, PartFailed, clean_environment
 from transport.bench_context import BenchSettings, Bystanders, Context, UnknownMeasure
-from transport.bench_inside import _UncheckedBatch
+from transport.bench_inside import _UncheckedBatch, unchecked
+from transport.bench_kernels import KernelSettings, run_kernels
 from transport.bench_parts import Peer, PeerRun
 from transport.bench_stats import (
     SCHEMA,
@@ -293,16 +294,32 @@ def test_measures_inside_a_process_run(tmp_path: Path, measure: str) -> None:
     assert all("cores_busy_with_others_meanwhile" in figure.notes for figure in found.figures)
 
 
+def test_kernels_are_measured_beside_their_references(tmp_path: Path) -> None:
+    """Every figure of `bench kernels` is there, in pairs, with what the memory can do."""
+    settings = KernelSettings(
+        model=str(tiny_llama(tmp_path / "tiny")), threads=1, runs=2, shapes=((1, 20), (2, 40))
+    )
+    found = run_kernels(settings, progress=quiet)
+    names = [figure.name for figure in found.figures]
+    assert names == [
+        "step-1x20", "check-1x20", "bandwidth-1x20", "attention-1x20",
+        "step-2x40", "check-2x40", "bandwidth-2x40", "attention-2x40",
+        "pack", "verify",
+    ]  # fmt: skip
+    assert all(len(figure.ratios) == 2 for figure in found.figures)
+
+
 def test_the_unchecked_step_is_out_of_reach() -> None:
-    """Only the benchmark's own module names it: no setting and no engine leads there."""
+    """Only the benchmark's own modules name it: no setting and no engine leads there."""
     root = Path(bench.__file__).resolve().parent.parent
+    names = (_UncheckedBatch.__name__, f"{unchecked.__name__}(")
     users = [
         path.name
         for folder in ("engine", "transport", "kernels")
         for path in (root / folder).rglob("*.py")
-        if _UncheckedBatch.__name__ in path.read_text(encoding="utf-8")
+        if any(name in path.read_text(encoding="utf-8") for name in names)
     ]
-    assert users == ["bench_inside.py"]
+    assert sorted(users) == ["bench_inside.py", "bench_kernels.py"]
 
 
 def test_transformers_answers_lines(tmp_path: Path) -> None:

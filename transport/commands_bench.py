@@ -1,4 +1,4 @@
-"""The verb that measures: `bench serve`.
+"""The verbs that measure: `bench serve` and `bench kernels`.
 
 Owns: how a report is printed.
 Must not know: how anything is measured.
@@ -87,6 +87,37 @@ def bench_serve(
         report = run_bench(settings, progress=lambda text: note(f"bench: {text}"))
     except UnknownMeasure as error:
         raise UsageError(str(error)) from error
+    return _tell(report, json=json)
+
+
+@bench_app.command(name="kernels")
+def bench_kernels(
+    *, model: str = str(DEFAULT_MODEL), threads: int = 2, runs: int = 3, json: Json = False
+) -> int:
+    """Measure the decode step, its attention and its checks beside plain torch and the memory.
+
+    Ends with exit code 1 when a figure misses its target; the report is complete all the same.
+
+    Parameters
+    ----------
+    model
+        Model: a GGUF file, or a local directory in Hugging Face's format.
+    threads
+        Threads of both sides.
+    runs
+        Rounds, each of ours and the other side.
+    json
+        Print the report as JSON.
+    """
+    from transport.bench_kernels import KernelSettings, run_kernels
+
+    if threads < 1 or runs < 1:
+        raise UsageError(f"threads is {threads} and runs is {runs}; both must be at least 1")
+    settings = KernelSettings(model=model, threads=threads, runs=runs)
+    return _tell(run_kernels(settings, progress=lambda text: note(f"bench: {text}")), json=json)
+
+
+def _tell(report: Report, *, json: bool) -> int:
     if json:
         say_json(report.to_object())
     else:
