@@ -20,6 +20,8 @@ import ast
 import importlib
 import json
 import multiprocessing
+import resource
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +147,8 @@ def cut(site: Site) -> None:
 
 
 def _walk_without(site: Site | None, name: str, cpu_s: float, runs: int, out: Any) -> None:
+    # Code without a guard may never return; processor time, so that a loaded machine is no reason.
+    resource.setrlimit(resource.RLIMIT_CPU, (int(5 * cpu_s), int(5 * cpu_s) + 1))
     if site is not None:
         cut(site)
     try:
@@ -165,10 +169,8 @@ def walk_without(
     out = context.SimpleQueue()
     child = context.Process(target=_walk_without, args=(site, name, cpu_s, runs, out))
     child.start()
-    child.join(20 * cpu_s)
-    if child.is_alive():
-        child.kill()
-        child.join()
+    child.join()
+    if child.exitcode == -signal.SIGXCPU:
         return "never returns"
     return out.get() if child.exitcode == 0 else f"exit {child.exitcode}"
 
