@@ -41,6 +41,9 @@ from lifecycle.decide import Limits
 from lifecycle.events import Attached, Entry, FenceScope, Role
 from lifecycle.ids import EngineId, Party, RequestId
 
+BLANK = ("",)
+"""The text of a token; traces hold no text."""
+
 Keep = Callable[[int, Entry], None]
 """Whoever wants the log: called with each entry and its position."""
 
@@ -220,20 +223,22 @@ class Simulation:
     def _hear(self, party: Party, items: list[Up]) -> None:
         for item in items:
             if isinstance(item, Tokens):
-                blank = ("",) * len(item.tokens)
-                effects = self.scheduler.tokens(
+                for told in self.scheduler.tokens(
                     party,
                     item.request,
                     item.attempt,
                     first=item.first,
                     tokens=item.tokens,
-                    texts=blank,
+                    texts=BLANK,
                     logprobs=(),
-                )
+                ):
+                    self._told(told)
             else:
-                effects = self.scheduler.propose(item, self.clock.now_ns)
-            if effects:
-                self.perform(effects)
+                self.perform(self.scheduler.propose(item, self.clock.now_ns))
+
+    def _told(self, effect: SchedulerEffect) -> None:
+        if isinstance(effect, TellTokens):
+            self.books.tokens(effect.request, len(effect.tokens), self.clock.now_ns)
 
     # --- effects ------------------------------------------------------------------------------
 
@@ -241,8 +246,6 @@ class Simulation:
         """Append, publish when durable, answer and tell, in the order given."""
         for effect in effects:
             match effect:
-                case TellTokens(request=request, tokens=tokens):
-                    self.books.tokens(request, len(tokens), self.clock.now_ns)
                 case Append(position=position, entry=entry):
                     self._append(position, entry)
                 case Publish() | Synced():

@@ -56,10 +56,14 @@ class TracedMemory:
 
     def append(self, core: DecodeCore, part: DecodeSlice) -> None:
         """A decode step has written the token that it ran."""
-        page = part.position // self.page_tokens
-        if part.position % self.page_tokens == 0 or part.index == 0:
-            mark = _mark(part.request, part.attempt)
-            self._fill(self._pools[core.party], _cut(part.pages, page, page + 1), mark)
+        if part.position % self.page_tokens and part.index:
+            return
+        left, pool = part.position // self.page_tokens, self._pools[core.party]
+        for run in part.pages:
+            if left < run.count:
+                pool[run.first + left] = _mark(part.request, part.attempt)
+                return
+            left -= run.count
 
     def read(self, core: DecodeCore, part: DecodeSlice, tokens: int) -> None:
         """Every page that holds the request's first `tokens` tokens is its own."""

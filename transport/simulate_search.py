@@ -25,6 +25,7 @@ import structlog
 from engine.store import Stored
 from engine.world_values import Found
 from transport.jsonlines import jsonlines
+from transport.simulated_engine import Parts
 from transport.simulated_faults import Fault, Plan, draw_plan
 from transport.simulated_world import Deployment
 
@@ -112,10 +113,10 @@ def silence() -> Iterator[None]:
         structlog.configure(**known)
 
 
-def run_plan(plan: Plan) -> Outcome:
+def run_plan(plan: Plan, parts: Parts = Parts()) -> Outcome:  # noqa: B008 - frozen
     """Go through a plan to its end, or to what was found."""
     with silence():
-        deployment = Deployment(plan)
+        deployment = Deployment(plan, parts)
         name = message = rule = ""
         try:
             deployment.run()

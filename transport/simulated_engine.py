@@ -17,6 +17,7 @@ import attrs
 
 from engine.decode import DecodeCore
 from engine.prefill import PrefillCore
+from engine.scheduler import Scheduler
 from engine.simulator_clock import Clock
 from lifecycle.events import Role
 from lifecycle.ids import EngineId, GrantId, Party
@@ -35,6 +36,15 @@ from transport.simulated_plane import SimulatedPlane, Wires
 from transport.simulated_runners import SimulatedDecodeRunner, SimulatedPrefillRunner
 
 TICK_NS = 20 * MILLISECOND
+
+
+@attrs.frozen
+class Parts:
+    """The decision code that a run is made of; mutants stand in here to be found."""
+
+    scheduler: Callable[..., Scheduler] = Scheduler
+    prefill: Callable[..., PrefillCore] = PrefillCore
+    decode: Callable[..., DecodeCore] = DecodeCore
 
 
 @attrs.frozen(kw_only=True)
@@ -178,6 +188,7 @@ class Engine:
         role: Role,
         sizes: Sizes,
         *,
+        parts: Parts,
         clock: Clock,
         chance: Random,
         network: Network,
@@ -188,6 +199,8 @@ class Engine:
         self.name = name
         self.role = role
         self.sizes = sizes
+        self.parts = parts
+        self.pass_ns = 2 * MILLISECOND
         self.slow_ns = 0
         self.step_fails = 0.0
         self.lives = 0
@@ -260,7 +273,7 @@ class Engine:
             self.shell.wake()
 
     def _pass_ns(self) -> int:
-        return self._chance.randrange(2, 2 * MILLISECOND + self.slow_ns)
+        return self._chance.randrange(2, self.pass_ns + self.slow_ns)
 
     def _loaded(self, layout: Layout) -> Loaded:
         config = SimpleNamespace(context=self.sizes.context_tokens)
@@ -292,7 +305,7 @@ class Engine:
 
         pool = cast("Region", memory.pool)
         if settings.role is Role.PREFILL:
-            prefill_core = PrefillCore(
+            prefill_core = self.parts.prefill(
                 party,
                 pages=sizes.prefill_pages,
                 page_tokens=sizes.page_tokens,
@@ -306,7 +319,7 @@ class Engine:
             return PrefillOwner(
                 prefill_core, cast("Any", prefill), plane=memory.plane, send=send, note=note
             )
-        decode_core = DecodeCore(
+        decode_core = self.parts.decode(
             party,
             pages=sizes.decode_pages,
             page_tokens=sizes.page_tokens,

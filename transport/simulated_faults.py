@@ -52,6 +52,10 @@ class Plan:
     wishes: tuple[Wish, ...]
     faults: tuple[Fault, ...]
     heals_ns: int
+    pass_ns: int
+    """The longest time of an engine's pass, copy or comparison, if it is not slow."""
+    wire_ns: int
+    """The longest time of a write's piece on its way, if the wire is not slow."""
     observed: float
     """The chance that the end of a process is observed before everything is healed."""
 
@@ -89,17 +93,20 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
     quiet = not faults or chance.random() < 0.1
     planned = () if quiet else _faults(chance, heals_ns, prefills, decodes)
     leaving = 0.0 if quiet else chance.choice((0.0, 0.1, 0.4))
-    wishes = _wishes(chance, sizes, heals_ns, leaving=leaving, patient=quiet)
+    moments = [fault.time_ns for fault in planned]
+    wishes = _wishes(chance, sizes, heals_ns, moments, leaving=leaving, patient=quiet)
     return Plan(
         seed=seed,
         placing=placing,
         prefills=prefills,
         decodes=decodes,
         sizes=sizes,
-        terms=terms,
+        terms=attrs.evolve(terms, queue_ns=60 * SECOND) if quiet else terms,
         wishes=wishes,
         faults=planned,
         heals_ns=heals_ns,
+        pass_ns=chance.choice((2, 20, 60)) * MILLISECOND,
+        wire_ns=chance.choice((200_000, 5 * MILLISECOND, 50 * MILLISECOND)),
         observed=chance.choice((0.0, 0.5, 1.0)),
     )
 
@@ -122,12 +129,22 @@ def _faults(chance: Random, heals_ns: int, prefills: int, decodes: int) -> tuple
 
 
 def _wishes(
-    chance: Random, sizes: Sizes, heals_ns: int, *, leaving: float, patient: bool
+    chance: Random,
+    sizes: Sizes,
+    heals_ns: int,
+    moments: list[int],
+    *,
+    leaving: float,
+    patient: bool,
 ) -> tuple[Wish, ...]:
+    """Half of the clients come just before a fault, so that it meets somebody."""
     room = min(sizes.prefill_pages, sizes.decode_pages) * sizes.page_tokens
     wishes: list[Wish] = []
     for number in range(chance.choice((5, 15, 40))):
-        comes = JOINED_NS + chance.randrange(heals_ns - JOINED_NS)
+        comes = chance.randrange(heals_ns)
+        if moments and chance.random() < 0.5:
+            comes = chance.choice(moments) - chance.randrange(200 * MILLISECOND)
+        comes = max(JOINED_NS, comes)
         large = chance.random() < 0.05
         most = sizes.context_tokens + 8 if large and not patient else min(room // 2, 24)
         wish = Wish(

@@ -11,6 +11,7 @@ exit of the writer proves that none is left.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -91,10 +92,7 @@ class Wires:
         self.weather = Weather()
         self.owners: dict[str, SimulatedPlane] = {}
         self.flights: list[Flight] = []
-        self.lied = 0
-        self.corrupted = 0
-        self.doubted = 0
-        self.late: dict[str, int] = {"after-death": 0, "after-doubt": 0}
+        self.reached: Counter[str] = Counter()
 
     def begin(self, flight: Flight) -> None:
         """Let the pieces of a write go, in any order, each at its own time."""
@@ -118,7 +116,7 @@ class Wires:
         elif draw < weather.lie + weather.corrupt + weather.fail:
             flight.lost = chance.randrange(1, len(flight.pieces) + 1)
         elif draw < weather.lie + weather.corrupt + weather.fail + weather.doubt:
-            self.doubted += 1
+            self.reached["doubted"] += 1
             doubt = chance.randrange(1, told + 1)
             self.clock.after(doubt, partial(self._doubt, flight))
             if chance.random() < 0.5:
@@ -140,15 +138,18 @@ class Wires:
             return
         if self.placing:
             if owner.table.begin(flight.name, _extent(piece)) is not None:
+                self.reached["refused-by-the-receiver"] += 1
                 return
             owner.table.end(flight.name)
         source = flight.captured or flight.writer.region.bytes
         data = bytearray(source[piece.source_offset : piece.source_offset + piece.length])
         if flight.corrupt and not flight.pieces:
-            self.corrupted += 1
+            self.reached["corrupted"] += 1
             data[self.chance.randrange(len(data))] ^= 1 << self.chance.randrange(8)
         if flight.writer.dead:
-            self.late["after-death"] += 1
+            self.reached["landed-after-death"] += 1
+        elif flight.writer.book.answer(flight.ticket) is Answer.IN_DOUBT:
+            self.reached["landed-in-doubt"] += 1
         if not flight.lie and owner.holder is not None:
             self._judge(flight, piece, owner.holder)
         owner.region.bytes[piece.target_offset : piece.target_offset + piece.length] = data
@@ -171,7 +172,7 @@ class Wires:
             return
         if flight.lie and flight.pieces:
             # It says DONE, and pieces are still on their way: only the headers are left to tell.
-            self.lied += 1
+            self.reached["lied"] += 1
             flight.captured = bytes(flight.writer.region.bytes)
             flight.writer.book.settle(flight.ticket, Answer.DONE)
             return

@@ -48,7 +48,9 @@ class Terms:
 class SchedulerPart:
     """One store and the lives of the scheduler over it."""
 
-    def __init__(self, terms: Terms, *, clock: Clock, chance: Random) -> None:
+    def __init__(
+        self, terms: Terms, *, make: Callable[..., Scheduler], clock: Clock, chance: Random
+    ) -> None:
         self.terms = terms
         self.store = SimulatedStore()
         self.owner: SchedulerOwner | None = None
@@ -56,6 +58,7 @@ class SchedulerPart:
         self.hung = False
         self.flush_ns = 2 * MILLISECOND
         self.on_death: Callable[[], None] = lambda: None
+        self._make_core = make
         self._clock = clock
         self._chance = chance
         self._held_up: deque[Callable[[], None]] = deque()
@@ -87,7 +90,7 @@ class SchedulerPart:
 
     def _make(self, epoch: int) -> SchedulerOwner:
         terms = self.terms
-        core = Scheduler(
+        core = self._make_core(
             limits=Limits(
                 context_tokens=terms.context_tokens,
                 growth_tokens=terms.growth_tokens,

@@ -6,10 +6,14 @@ Must not know: what must hold; that is `simulated_checks`.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from functools import partial
 from random import Random
 
+import attrs
+
+from engine.allocator import AllocatorError
 from engine.core import LogDivergedError
 from engine.dataplane import ObservedExit
 from engine.sequencer import SequencerError
@@ -20,7 +24,7 @@ from lifecycle.ids import Party
 from transport.simulated_checks import at_rest, books_agree, resting
 from transport.simulated_clients import Client
 from transport.simulated_control import MILLISECOND, Network
-from transport.simulated_engine import Engine
+from transport.simulated_engine import Engine, Parts
 from transport.simulated_faults import Fault, Plan
 from transport.simulated_plane import Weather, Wires
 from transport.simulated_scheduler import SECOND, SchedulerPart
@@ -42,13 +46,17 @@ STORMS = {
 class Deployment:
     """One run of one plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, parts: Parts = Parts()) -> None:  # noqa: B008 - frozen
         self.plan = plan
+        self.parts = parts
         self.clock = Clock(1)
         self.chance = Random(plan.seed ^ 0x5EED)
         self.network = Network(self.clock, self.chance)
         self.wires = Wires(self.clock, self.chance, placing=plan.placing)
-        self.scheduler = SchedulerPart(plan.terms, clock=self.clock, chance=self.chance)
+        self._set_fair()
+        self.scheduler = SchedulerPart(
+            plan.terms, make=parts.scheduler, clock=self.clock, chance=self.chance
+        )
         self.scheduler.on_death = self._scheduler_died
         self.engines: dict[str, Engine] = {}
         self.sometimes: Counter[str] = Counter()
@@ -72,6 +80,7 @@ class Deployment:
             name,
             role,
             self.plan.sizes,
+            parts=self.parts,
             clock=self.clock,
             chance=self.chance,
             network=self.network,
@@ -79,6 +88,7 @@ class Deployment:
             wires=self.wires,
             on_end=self._engine_ended,
         )
+        engine.pass_ns = self.plan.pass_ns
         self.clock.after(self.chance.randrange(1, 20 * MILLISECOND), engine.start)
 
     def close(self) -> None:
@@ -95,11 +105,21 @@ class Deployment:
         """Go through the plan, heal, come to rest. Raises Found."""
         try:
             self._run()
+            self.sometimes.update(self.wires.reached)
         except SequencerError as error:
             rule = error.violation.rule
             raise Found("sequencer", str(error), rule=rule) from error
         except LogDivergedError as error:
             raise Found("log-diverged", str(error), rule=error.rule) from error
+        except AllocatorError as error:
+            raise Found("allocator", str(error)) from error
+        except Found:
+            raise
+        except Exception as error:
+            # Whatever a part did not foresee would have ended its process.
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
+            raise Found("crashed", f"{type(error).__name__} in {at}: {error}") from error
 
     def _run(self) -> None:
         look_ns = self.plan.heals_ns + REST_NS
@@ -186,13 +206,16 @@ class Deployment:
         self.scheduler.store.full = False
 
     def _set_weather(self, weather: Weather, fault: Fault) -> None:
-        self.wires.weather = weather
-        self.clock.after(fault.length_ns, partial(setattr, self.wires, "weather", Weather()))
+        self.wires.weather = attrs.evolve(weather, delay_ns=self.plan.wire_ns)
+        self.clock.after(fault.length_ns, self._set_fair)
+
+    def _set_fair(self) -> None:
+        self.wires.weather = Weather(delay_ns=self.plan.wire_ns)
 
     def _heal(self) -> None:
         """No more faults: everything works again, and what was not observed is."""
         self.healed = True
-        self.wires.weather = Weather()
+        self._set_fair()
         self.network.repeat, self.network.delay_ns = 0.0, 3 * MILLISECOND
         self.scheduler.flush_ns = 2 * MILLISECOND
         self.scheduler.store.full = self.scheduler.store.sick = False
