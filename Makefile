@@ -234,6 +234,7 @@ proto-image: $(INSTALL_STAMP) ## Accept the schema as the one that later changes
 .PHONY: docs
 docs: $(INSTALL_STAMP) ## Regenerate the generated parts of docs
 	@$(BIN)/python -m tools.generate_docs
+	@$(BIN)/python -m tools.kernel_reports
 
 .PHONY: clean
 clean: ## Remove caches and build products; keep the environment and the model

@@ -6,6 +6,7 @@ with Triton's interpreter, where BACKEND is `triton`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -640,7 +641,7 @@ def test_whatever_could_reach_an_output_is_flagged(data: st.DataObject) -> None:
     """Any header bit, any word, any table entry: flagged exactly where a live page is not its own.
 
     A sound sequence keeps its bits; a flagged one is zeros; what a header says that nobody reads
-    (padding, spare pages, other layers) flags nobody.
+    (padding, spare pages, other layers) flags nobody. A chunk of rows sees what a single one sees.
     """
     lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=3))
     world = make_world(SMALL, lengths, seed=data.draw(st.integers(0, 3)))
@@ -648,6 +649,9 @@ def test_whatever_could_reach_an_output_is_flagged(data: st.DataObject) -> None:
     before, flags = decode(world, queries)
     assert flags == [0] * len(lengths)
     tables = world.tables([1] * len(lengths))
+    rows = [min(2, tokens) for tokens in lengths]
+    as_chunks = world.tables(rows)
+    chunk = {name: getattr(as_chunks, name) for name in ("rows", "first_row", "rows_max")}
     for _ in range(data.draw(st.integers(1, 2))):
         if data.draw(st.booleans()) and tables.width:
             sequence = data.draw(st.integers(0, len(lengths) - 1))
@@ -665,6 +669,8 @@ def test_whatever_could_reach_an_output_is_flagged(data: st.DataObject) -> None:
         assert bool(flags[sequence]) == foreign
         wanted = torch.zeros_like(before[sequence]) if foreign else before[sequence]
         assert torch.equal(output[sequence], wanted)
+    _, chunk_flags = prefill(world, world.draw(sum(rows), 2), dataclasses.replace(tables, **chunk))
+    assert chunk_flags == flags
 
 
 def test_the_back_ends_have_equal_signatures() -> None:
