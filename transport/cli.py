@@ -19,6 +19,7 @@ from transport import (
     commands_bench,
     commands_chat,
     commands_config,
+    commands_convert,
     commands_credentials,
     commands_drain,
     commands_evidence,
@@ -78,7 +79,7 @@ for verb in (
     app.command(verb)
 app.command(commands_evidence.slice_log, name="slice")
 app.command(commands_evidence.bundle_app)
-app.command(commands_log.log_app)
+app.command(commands_convert.log_app)
 app.command(commands_credentials.credentials_app)
 app.command(commands_bench.bench_app)
 app.command(commands_config.config_app)
@@ -173,9 +174,10 @@ def _exit_code(error: Exception) -> int | None:
     from kernels.layout import LayoutUnsupportedError
     from transport.bundle import NoBundle
     from transport.client import Refused, Unreachable
+    from transport.convert import GapInLog
     from transport.jsonlines import UnreadableLog
 
-    if isinstance(error, UnreadableLog | StoreDamaged | StoreTooNew | NoBundle):
+    if isinstance(error, UnreadableLog | StoreDamaged | StoreTooNew | NoBundle | GapInLog):
         return EXIT_UNREADABLE
     if isinstance(error, Unreachable):
         return EXIT_UNREACHABLE

@@ -51,7 +51,7 @@ def to_json(value: object, *, name: str = "") -> Any:
 
 
 @cache
-def _annotations(record: type) -> dict[str, Any]:
+def annotations_of(record: type) -> dict[str, Any]:
     return typing.get_type_hints(record, {**vars(ids), **vars(events)})
 
 
@@ -81,7 +81,7 @@ def from_json(wanted: Any, raw: Any, *, where: str, strict: bool) -> Any:
 def _record(wanted: Any, raw: Any, *, where: str, strict: bool) -> Any:
     if not isinstance(raw, dict):
         raise MalformedRecord(where, f"is {_kind(raw)} instead of an object")
-    annotations = _annotations(wanted)
+    annotations = annotations_of(wanted)
     fields = {field.name: field for field in attrs.fields(wanted)}
     if strict and (extra := raw.keys() - fields.keys()):
         raise MalformedRecord(where, f"has no field {min(extra)!r}")

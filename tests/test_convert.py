@@ -1,0 +1,133 @@
+"""A log's forms: the schema says what a line is, and segments hold what the lines said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from jsonschema import Draft202012Validator
+
+from engine.store import Stored
+from property_tests import strategies
+from tests.driver import Driver
+from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
+from tests.test_exposures import first_answered, short_handoff
+from tests.test_replay import MUTATED
+from transport import cli
+from transport.convert import import_entries
+from transport.json_schema import line_schema
+from transport.jsonlines import jsonlines, read_log
+from transport.stores.segments import SegmentStore
+
+VALIDATOR = Draft202012Validator(line_schema())
+
+
+def lines(entries: Any) -> list[Any]:
+    """Header and entries as JSON values."""
+    stored = [Stored(position, entry) for position, entry in entries]
+    return [json.loads(line) for line in jsonlines(stored, complete=True)]
+
+
+def test_the_schema_is_one() -> None:
+    """It is valid as a schema, and knows every event."""
+    Draft202012Validator.check_schema(line_schema())
+    assert len(line_schema()["$defs"]["entry"]["allOf"]) == len(strategies.EVENTS)
+
+
+@pytest.mark.parametrize("name", ["one-owner", "bounded", "requeue-keeps-resources-honest"])
+def test_every_line_that_is_written_is_valid(name: str) -> None:
+    """Legal or not: the schema is about form."""
+    for line in lines(MUTATED[name]()):
+        VALIDATOR.validate(line)
+
+
+def test_what_the_reader_refuses_is_invalid() -> None:
+    """Missing and added fields, wrong types, and words that are no choice."""
+    for line in lines(first_answered().entries):
+        assert VALIDATOR.is_valid(line)
+        if "event" not in line:
+            continue
+        for key in line:
+            assert not VALIDATOR.is_valid({k: v for k, v in line.items() if k != key}), key
+        assert not VALIDATOR.is_valid({**line, "position": 0})
+        assert not VALIDATOR.is_valid({**line, "time_ns": -1})
+        assert not VALIDATOR.is_valid({**line, "fields": {**line["fields"], "more": 1}})
+        for key in line["fields"]:
+            fewer = {k: v for k, v in line["fields"].items() if k != key}
+            assert not VALIDATOR.is_valid({**line, "fields": fewer}), key
+    header = lines([])[0]
+    assert not VALIDATOR.is_valid({**header, "version": 2})
+
+
+def test_an_event_of_a_later_version_is_valid() -> None:
+    """Unknown events are kept, so the schema lets them pass."""
+    line = lines(first_answered().entries)[-1]
+    assert VALIDATOR.is_valid({**line, "event": "Evaporated", "fields": {"where": 1}})
+
+
+def test_the_verb_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard output is the schema and nothing else."""
+    assert cli.run(["log", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == line_schema()
+
+
+# --- Import -----------------------------------------------------------------------------------
+
+
+def test_an_imported_log_is_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Segments hold the same entries, verify, open as a store, and export to the same lines."""
+    driver = Driver().pair()
+    driver.submit(prompt=9, new=4)
+    driver.run()
+    source = write_log(tmp_path / "x.jsonl", driver.log)
+    folder = tmp_path / "log"
+    assert cli.run(["log", "import", str(source), "--output", str(folder), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["entries"] == len(driver.log)
+    assert cli.run(["log", "verify", str(folder), "--head", said["head"]]) == 0
+    assert read_log(folder).entries == read_log(source).entries
+    assert read_log(folder).complete
+    store = SegmentStore(folder)
+    assert store.last_position == len(driver.log)
+    store.close()
+    capsys.readouterr()
+    assert cli.run(["log", "export", "--log", str(folder)]) == 0
+    assert capsys.readouterr().out == source.read_text()
+
+
+def test_many_entries_become_several_batches(tmp_path: Path) -> None:
+    """Batches continue each other, whatever their number."""
+    entries = short_handoff(first_answered()).entries
+    many = [
+        (n, attrs.evolve(entry, time_ns=n)) for n, (_, entry) in enumerate(entries * 60, start=1)
+    ]
+    count, _ = import_entries(many, tmp_path / "log")
+    assert count == len(many)
+    assert cli.run(["log", "verify", str(tmp_path / "log")]) == 0
+
+
+def test_a_log_with_gaps_is_not_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Segments have no gaps, so a log with one stays as it is: exit code 5."""
+    entries = first_answered().entries
+    path = write_log(tmp_path / "x", [*entries[:3], *entries[4:]])
+    assert cli.run(["log", "import", str(path), "--output", str(tmp_path / "log")]) == 5
+    assert "position 5 where 4 is next" in capsys.readouterr().err
+
+
+def test_a_foreign_log_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would pass for our own: exit code 2."""
+    path = write_log(tmp_path / "x", first_answered().entries)
+    path.write_text(path.read_text().replace('"source":"custody"', '"source":"other"'))
+    assert cli.run(["log", "import", str(path), "--output", str(tmp_path / "log")]) == 2
+    assert "foreign" in capsys.readouterr().err
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    """A folder with anything in it is refused."""
+    path = write_log(tmp_path / "x", first_answered().entries)
+    assert cli.run(["log", "import", str(path), "--output", str(tmp_path)]) == 2
