@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,14 +20,9 @@ from lifecycle.events import (
     Admitted,
     Attached,
     Cause,
-    Drained,
-    Finished,
     Lost,
     LostCause,
-    Proof,
-    Resumed,
 )
-from lifecycle.state import Phase
 from tests.process_harness import (
     READY_SECONDS,
     STOP_SECONDS,
@@ -39,9 +34,10 @@ from tests.process_harness import (
     tiny_model,
 )
 from transport.child import PROGRAM, Child
-from transport.client import Client, Refused, Unreachable
+from transport.client import Client, Refused
 from transport.jsonlines import read_log
 from transport.pb.admin_pb2 import ENGINE_STATE_ATTACHED
+from transport.pb.admin_pb2 import ENGINE_STATE_LOST as LOST
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 TINY_FLAGS = ("--kv-memory=4MiB", "--page-tokens=16")
@@ -144,6 +140,12 @@ def test_a_hung_engine_is_killed_and_replaced(tmp_path: Path, tiny: Path, role: 
         assert lives[0] < lives[1]
 
 
+def ask_until_refused(client: Client) -> None:
+    """Small requests, one after the other; only a refusal ends this."""
+    while True:
+        collect(client.generate(text_request("too late", 1)))
+
+
 def test_a_second_signal_ends_at_once_with_an_event_for_each_request(
     tmp_path: Path, tiny: Path
 ) -> None:
@@ -153,8 +155,7 @@ def test_a_second_signal_ends_at_once_with_an_event_for_each_request(
         next(stream)
         serve.child.signal(signal.SIGTERM)
         with pytest.raises(Refused) as refused:
-            while True:
-                collect(serve.client.generate(text_request("too late", 1)))
+            ask_until_refused(serve.client)
         assert refused.value.reason == "DRAINING"
         serve.child.signal(signal.SIGTERM)
         with pytest.raises(Refused) as caught:
@@ -162,7 +163,9 @@ def test_a_second_signal_ends_at_once_with_an_event_for_each_request(
                 pass
         assert caught.value.reason == "SHUTDOWN"
         assert serve.child.wait(timeout=STOP_SECONDS) == 1, serve.child.said_errors()
-        causes = [e.entry.event.cause for e in serve.entries() if isinstance(e.entry.event, Aborted)]
+        causes = [
+            e.entry.event.cause for e in serve.entries() if isinstance(e.entry.event, Aborted)
+        ]
         assert causes == [Cause.SHUTDOWN]
 
 
@@ -180,3 +183,63 @@ def test_an_engine_from_outside_does_not_hold_up_the_end(tmp_path: Path, tiny: P
         finally:
             outside.kill()
         serve.entries()
+
+
+def pools_mapped(process_id: int) -> int:
+    """How many pools a process has in its address space, its own and others'."""
+    lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if "memfd:custody-pool" in line})
+
+
+def test_memory_of_a_killed_engine_is_nobodys(tmp_path: Path, tiny: Path) -> None:
+    """A writer lets go of a lost owner's pool, so that `kill -9` leaves nothing behind."""
+    with Deployment(tmp_path / "here", tiny, engine=TINY_FLAGS, lease_seconds=3) as here:
+        here.start_engines("prefill-0", "decode-0")
+        here.ask(text_request("hello", 4))
+        prefill = here.children["prefill-0"].process_id
+        assert pools_mapped(prefill) == 1
+        for number in (1, 2):
+            here.kill_engine(f"decode-{number - 1}")
+            here.start_engines(f"decode-{number}")
+            here.ask(text_request("hello again", 4))
+            here.wait_until("the dead pool is let go", lambda: pools_mapped(prefill) == 1)
+        here.wait_whole()
+
+
+def test_a_paused_scheduler_keeps_its_log_and_goes_on(tmp_path: Path, tiny: Path) -> None:
+    """A second one refuses to start meanwhile; when the first wakes up nobody was lost."""
+    with Deployment(tmp_path / "here", tiny, engine=TINY_FLAGS, lease_seconds=2) as here:
+        here.start_engines("prefill-0", "decode-0")
+        before = here.ask(text_request("hello", 4))
+        scheduler = here.children["scheduler"].process_id
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            command = [*PROGRAM, "scheduler", "--model", str(tiny), "--port=0", f"--log={here.log}"]
+            second = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=READY_SECONDS
+            )
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        assert second.returncode == 1
+        assert "held by another scheduler" in second.stderr
+        after = here.ask(text_request("hello", 4))
+        assert after.tokens == before.tokens
+        assert not [e for e in here.history().fleet.lives if e[1].lost is not None]
+
+
+def test_a_hung_engine_that_wakes_up_finds_itself_lost(tmp_path: Path, tiny: Path) -> None:
+    """It ends, and its memory with it; started again it is another life that serves."""
+    with Deployment(tmp_path / "here", tiny, engine=TINY_FLAGS, lease_seconds=2) as here:
+        here.start_engines("prefill-0", "decode-0")
+        old = here.engine_status("decode-0").incarnation
+        child = here.children["decode-0"]
+        child.signal(signal.SIGSTOP)
+        here.wait_until("it is lost", lambda: here.engine_status("decode-0").state == LOST)
+        child.signal(signal.SIGCONT)
+        assert child.wait(timeout=STOP_SECONDS) == 4
+        here.start_engines("decode-0")
+        assert here.engine_status("decode-0").incarnation > old
+        answer = here.ask(text_request("hello", 4))
+        legs = [e.decode for e in here.events(answer.request) if isinstance(e, Admitted)]
+        assert legs[0].incarnation > old
+        here.wait_whole()

@@ -66,8 +66,9 @@ class Posts:
 
     @property
     def waiting(self) -> bool:
-        """Whether a post waits for a tick, or the fate of one is not known."""
-        return any(f.ticket is None or f.in_doubt for f in self._flights.values())
+        """Whether a post waits for a tick, or the fate of one is not known, or a peer is lost."""
+        posts = any(f.ticket is None or f.in_doubt for f in self._flights.values())
+        return posts or any(self._is_lost(party) for party in self._peers)
 
     @property
     def in_flight(self) -> bool:
@@ -109,9 +110,12 @@ class Posts:
             elif flight.in_doubt:
                 self._plane.inquire(flight.ticket)
         for party in tuple(self._peers):
-            life = self._core.log.fleet.life(party.engine, party.incarnation)
-            if life is not None and life.lost is not None:
+            if self._is_lost(party):
                 self._let_go(party)
+
+    def _is_lost(self, party: Party) -> bool:
+        life = self._core.log.fleet.life(party.engine, party.incarnation)
+        return life is not None and life.lost is not None
 
     def _start(self, flight: _Flight) -> None:
         post = flight.post
