@@ -21,9 +21,9 @@ from torch import Tensor
 from engine.model import LayerWeights, Model
 from engine.pool import KVPool
 from engine.step_plan import SequenceSlice
-from kernels import dispatch, headers
-from kernels.digest import ALGORITHM_WSUM32, to_signed, to_unsigned
-from kernels.headers import LOW_32, HeaderMismatch
+from kernels import dispatch, headers, pack
+from kernels.digest import ALGORITHM_WSUM32, range_digest, to_signed, to_unsigned
+from kernels.headers import HeaderMismatch
 from kernels.tables import PageLabels, new_flags
 
 SHARE = 1 / 1000
@@ -52,10 +52,10 @@ class ShareOutOfRangeError(ValueError):
 
 @attrs.define
 class _Known:
-    """What is known of one sequence: the next page to look at, and digests by page."""
+    """What is known of one sequence: the next page to look at, and digests over all layers by page."""
 
     turn: int = 0
-    digests: dict[int, Tensor] = attrs.Factory(dict)
+    digests: dict[int, int] = attrs.Factory(dict)
 
 
 @attrs.frozen
@@ -143,12 +143,81 @@ class Scrubber:
         return None
 
     def _look(self, place: _Place, known: _Known) -> HeaderMismatch | None:
-        """Compare one page's headers, and its digests with those it bears and bore."""
+        """Compare one page with what it bears and bore, or seal it."""
         self.pages_looked_at += 1
-        mismatch = self._header(place) or self._digest(place, known)
+        marks = self._pool.memory.words[:, place.page, 2] >> 32
+        if place.logical in known.digests or bool(marks.any()):
+            mismatch = self._compare(place, known)
+        else:
+            mismatch = self._header(place)
+            if mismatch is None:
+                self._seal(place, known)
         self.mismatches += mismatch is not None
         self._pool.counters.mismatches += mismatch is not None
         return mismatch
+
+    def _compare(self, place: _Place, known: _Known) -> HeaderMismatch | None:
+        memory = self._pool.memory
+        if self._pool.on_device:
+            mismatch, digest = self._compare_on_device(place)
+        else:
+            report = pack.verify(
+                memory,
+                torch.tensor([place.page]),
+                tag=place.tag,
+                positions=torch.tensor([place.logical]),
+                filled=torch.tensor([memory.layout.page_tokens]),
+            )
+            mismatch, digest = report.mismatch, report.digest
+        if mismatch is not None:
+            return mismatch
+        # A page that bore this digest once must bear it still, whatever its header says by now.
+        before = known.digests.setdefault(place.logical, digest)
+        if before == digest:
+            return None
+        return HeaderMismatch(
+            page=place.page, layer=0, field="digest", expected=before, found=digest
+        )
+
+    def _compare_on_device(self, place: _Place) -> tuple[HeaderMismatch | None, int]:
+        mismatch = self._header(place)
+        if mismatch is not None:
+            return mismatch, 0
+        words = self._pool.memory.words[:, place.page]
+        found = self._digests(place)
+        unsealed = words[:, 2] >> 32 != ALGORITHM_WSUM32
+        bad = torch.nonzero((found != words[:, 3]) | unsealed).flatten()
+        if bad.numel():
+            layer = int(bad[0])
+            return HeaderMismatch(
+                page=place.page,
+                layer=layer,
+                field="digest",
+                expected=to_unsigned(int(words[layer, 3])),
+                found=to_unsigned(int(found[layer])),
+            ), 0
+        return None, range_digest(found)
+
+    def _seal(self, place: _Place, known: _Known) -> None:
+        """Let a page that has become full bear its digest."""
+        digests = self._digests(place)
+        words = self._pool.memory.words[:, place.page]
+        words[:, 3] = digests
+        words[:, 2] |= ALGORITHM_WSUM32 << 32
+        known.digests[place.logical] = range_digest(digests)
+
+    def _digests(self, place: _Place) -> Tensor:
+        """int64 `[layers]`: the digests of what the page holds."""
+        memory = self._pool.memory
+        device = memory.octets.device
+        labels = PageLabels.of(
+            [place.page],
+            [place.tag],
+            positions=[place.logical],
+            filled=[memory.layout.page_tokens],
+            device=device,
+        )
+        return dispatch.digest_pages(memory, labels, new_flags(1, device))[:, 0]
 
     def _header(self, place: _Place) -> HeaderMismatch | None:
         def one(value: int) -> Tensor:
@@ -162,31 +231,3 @@ class Scrubber:
             one(place.logical),
             one(self._pool.layout.page_tokens),
         ).first
-
-    def _digest(self, place: _Place, known: _Known) -> HeaderMismatch | None:
-        memory = self._pool.memory
-        device = memory.octets.device
-        labels = PageLabels.of(
-            [place.page],
-            [place.tag],
-            positions=[place.logical],
-            filled=[memory.layout.page_tokens],
-            device=device,
-        )
-        found = dispatch.digest_pages(memory, labels, new_flags(1, device))[:, 0]
-        words = memory.words[:, place.page]
-        sealed = (words[:, 2] >> 32) & LOW_32 == ALGORITHM_WSUM32
-        expected = torch.where(sealed, words[:, 3], known.digests.get(place.logical, found))
-        # A page that bore this digest once must bear it still, whatever its header says by now.
-        expected = known.digests.setdefault(place.logical, expected.clone())
-        bad = torch.nonzero(found != expected).flatten()
-        if not bad.numel():
-            return None
-        layer = int(bad[0])
-        return HeaderMismatch(
-            page=place.page,
-            layer=layer,
-            field="digest",
-            expected=to_unsigned(int(expected[layer])),
-            found=to_unsigned(int(found[layer])),
-        )

@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
+from engine.device_pool import DevicePool
 from engine.pool import KVPool
 from engine.scrubber import BACKLOG_PAGES, Scrubber, ShareOutOfRangeError
 from engine.step_plan import SequenceSlice
-from kernels import dispatch
+from kernels import dispatch, pack
 from kernels.headers import HeaderMismatch
 from kernels.layout import PageLayout
 from kernels.tables import PageLabels, new_flags
@@ -19,9 +20,11 @@ LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=8)
 TAG = (1 << 63) + 5
 
 
-def filled_pool(sequence: SequenceSlice, *, sealed: bool) -> KVPool:
+def filled_pool(sequence: SequenceSlice, *, sealed: bool, on_device: bool = False) -> KVPool:
     """A pool in which the sequence's pages are filled with noise, sealed as if they had arrived."""
-    pool = KVPool.allocate(LAYOUT, 12)
+    pool: KVPool = KVPool.allocate(LAYOUT, 12)
+    if on_device:
+        pool = DevicePool(LAYOUT, 12, device=torch.device("cpu"))
     pool.memory.octets.fill_(0xFF)
     pool.open_pages(sequence.pages, tag=TAG, first_position=0)
     pages = [page for first, count in sequence.pages for page in range(first, first + count)]
@@ -51,23 +54,36 @@ def rounds(scrubber: Scrubber, steps: int) -> list[dict[int, HeaderMismatch]]:
     return [scrubber.after_step(["a"], [SEQUENCE], {}) for _ in range(steps)]
 
 
+@pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("sealed", [True, False])
-def test_sound_pages_are_looked_at_in_turn(sealed: bool) -> None:
+def test_sound_pages_are_looked_at_in_turn(sealed: bool, on_device: bool) -> None:
     """Round and round over the full pages, at the stated share of the bytes that steps read."""
-    scrubber = Scrubber(
-        filled_pool(SEQUENCE, sealed=sealed), step_bytes=LAYOUT.page_bytes, share=0.1
-    )
+    pool = filled_pool(SEQUENCE, sealed=sealed, on_device=on_device)
+    scrubber = Scrubber(pool, step_bytes=LAYOUT.page_bytes, share=0.1)
     # A step reads the weights, here a page's bytes, and four pages.
     assert rounds(scrubber, 40) == [{}] * 40
     assert scrubber.pages_looked_at in (19, 20)
     assert scrubber.mismatches == 0
+    report = pack.verify(
+        pool.memory,
+        torch.tensor(PAGES),
+        tag=TAG,
+        positions=torch.arange(3),
+        filled=torch.tensor([8, 8, 8]),
+    )
+    # Pages that were open when they became full are sealed by now.
+    assert report.mismatch is None
+    assert pool.memory.words[:, 2, 3].ne(0).all() == sealed
 
 
 @pytest.mark.parametrize(("page", "layer"), list(itertools.product(PAGES, (0, 1))))
 @pytest.mark.parametrize("sealed", [True, False])
-def test_one_altered_word_is_found_within_a_round(page: int, layer: int, sealed: bool) -> None:
+@pytest.mark.parametrize("on_device", [True, False])
+def test_one_altered_word_is_found_within_a_round(
+    page: int, layer: int, sealed: bool, on_device: bool
+) -> None:
     """In any full page and layer, of pages that arrived at once and of others since the first look."""
-    pool = filled_pool(SEQUENCE, sealed=sealed)
+    pool = filled_pool(SEQUENCE, sealed=sealed, on_device=on_device)
     scrubber = Scrubber(pool, step_bytes=0, share=0.25)
     assert sealed or rounds(scrubber, 3) == [{}] * 3
     pool.memory.data[layer, page, 700] ^= 1 << 9
@@ -92,11 +108,19 @@ def test_a_block_altered_with_its_digest_is_found() -> None:
     assert any(rounds(scrubber, 3))
 
 
-@pytest.mark.parametrize("word", [0, 1, 2, -1])
-def test_an_altered_header_is_found(word: int) -> None:
-    """Tags, place and filled are compared as a step compares them."""
-    pool = filled_pool(SEQUENCE, sealed=True)
+@pytest.mark.parametrize("word", [0, 1, 2, 3, -1])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_an_altered_header_is_found(word: int, on_device: bool) -> None:
+    """Tags, place, filled and the digest itself; a seal that is broken off does not help."""
+    pool = filled_pool(SEQUENCE, sealed=True, on_device=on_device)
     scrubber = Scrubber(pool, step_bytes=0, share=0.25)
+    assert rounds(scrubber, 3) == [{}] * 3
+    if word == 2:
+        pool.memory.words[:, 6, 2] &= 0xFFFFFFFF
+        pool.memory.words[:, 6, 3] = 0
+        pool.memory.data[1, 6, 0] ^= 1
+        assert any(rounds(scrubber, 3))
+        return
     pool.memory.words[1, 6, word] ^= 1 << 3
     assert any(rounds(scrubber, 3))
 
@@ -116,6 +140,8 @@ def test_a_sequence_that_is_over_is_forgotten() -> None:
     scrubber = Scrubber(pool, step_bytes=0, share=1.0)
     rounds(scrubber, 3)
     pool.memory.data[:, PAGES] += 1
+    pool.open_pages(SEQUENCE.pages, tag=TAG, first_position=0)
+    pool.memory.words[:, PAGES, 2] = 8
     scrubber.forget("a")
     assert rounds(scrubber, 3) == [{}] * 3
 
