@@ -21,11 +21,16 @@ from lifecycle.forensics_slots import SlotMap
 from lifecycle.forensics_sums import exposures
 from lifecycle.forensics_values import Bounds, Doubt, Missing, Source, Told
 from lifecycle.ids import GrantId, PageRange, TokenRange
+from lifecycle.snapshot import Snapshot
 from tests import handmade
 from tests.driver import Driver
 from tests.handmade import DECODE, DESTINATION, ONE, PREFILL, SOURCE, TWO
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from transport import cli
+from transport.stores import frames, segment_files
+from transport.stores.disk import Disk
+from transport.stores.segments import SegmentStore
+from transport.stores.snapshot_file import Kept, write_snapshot
 
 Entries = list[tuple[int, Entry]]
 SECOND_SOURCE = GrantId(PREFILL, 2)
@@ -330,3 +335,36 @@ def test_a_line_that_is_cut_costs_only_itself(
     assert (code, document["complete"]) == (1, False)
     assert document["affected"]["least"] == 1
     assert "not evaluated" in words
+
+
+def test_behind_a_dropped_beginning_the_snapshot_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Entries that a snapshot kept belong to their requests; what was dropped is a gap."""
+    log = first_answered()
+    border = len(log.entries)
+    short_handoff(log)
+    folder = tmp_path / "log"
+    store = SegmentStore(folder, segment_bytes=1)
+    counts: dict[str, int] = {}
+    for _, entry in log.entries:
+        at = counts.get(entry.request, 0)
+        store.append(entry.request, at, [entry])
+        counts[entry.request] = at + 1
+    store.close()
+    paths = segment_files.segment_paths(folder)
+    cut = border + 2
+    previous = frames.unpack_file_header(paths[cut].read_bytes()).previous
+    kept = tuple(one for one in log.entries[:cut] if one[1].request != ONE)
+    snapshot = Snapshot(cut, log.entries[cut - 1][1].time_ns, kept)
+    write_snapshot(folder, Kept(snapshot, previous, 1), Disk())
+    for path in paths[:cut]:
+        path.unlink()
+    code, text, document = asked(folder, capsys)
+    assert code == 1
+    (response,) = document["responses"]
+    assert response["request"] == TWO
+    assert [read["source"] for read in response["reads"]] == ["before_the_log"]
+    assert f"missing: positions 1 to {cut}: dropped" in text
+    assert cli.run(["explain", TWO, "--log", str(folder)]) == 5
+    assert "7 prompt tokens" in capsys.readouterr().out

@@ -78,6 +78,8 @@ def exposures(log: Path, /, *, reads: Switch = False, json: Json = False) -> int
     with opened(log) as capture:
         inquiry = Inquiry(from_the_beginning=capture.claims_whole)
         gaps = len(capture.missing)
+        for position, entry in capture.opening():
+            inquiry.take(position, entry)
         for position, entry in capture:
             if len(capture.missing) + len(capture.unknown) > gaps:
                 gaps = len(capture.missing) + len(capture.unknown)

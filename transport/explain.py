@@ -84,6 +84,10 @@ def explain(request: RequestId, capture: Capture) -> Explanation:
     inquiry = Inquiry(from_the_beginning=capture.claims_whole)
     replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
     own: list[tuple[int, Entry]] = []
+    for position, entry in capture.opening():
+        inquiry.take(position, entry)
+        if entry.request == request:
+            own.append((position, entry))
     for position, entry in capture:
         inquiry.take(position, entry)
         replayer.take(position, entry)

@@ -9,7 +9,7 @@ Must not know: what is looked for in the entries.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -61,6 +61,10 @@ class Capture:
         """Missing positions, and those of records that say nothing, once everything was read."""
         placed = [one for one in self.unknown if one.position is not None]
         return self.missing + [Missing(p, p, one.reason) for one in placed if (p := one.position)]
+
+    def opening(self) -> Sequence[tuple[int, Entry]]:
+        """What a snapshot kept of a beginning that was dropped; no part of the iteration."""
+        return () if self.snapshot is None else self.snapshot.entries
 
     def __iter__(self) -> Iterator[tuple[int, Entry]]:
         """Positions and entries, in the order in which they stand."""

@@ -39,8 +39,11 @@ def read(
 ) -> Drawn:
     """Read and judge the whole log, and choose what is drawn."""
     inquiry = Inquiry(from_the_beginning=capture.claims_whole)
-    replayer = Replayer(foreign=capture.foreign)
+    replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
     entries: list[Positioned] = []
+    for position, entry in capture.opening():
+        inquiry.take(position, entry)
+        entries.append((position, entry))
     for position, entry in capture:
         inquiry.take(position, entry)
         replayer.take(position, entry)
