@@ -17,6 +17,7 @@ from kernels.cpu_elementwise import (
     scale_row,
 )
 from kernels.cpu_memory import (
+    ask_for,
     fetch_add,
     load_acquire,
     load_float,
@@ -177,6 +178,15 @@ def sound_block(
 
 
 @compiled
+def ask_for_headers(s: Shape, p: Plan, row: int, layer: int, logical: int) -> None:
+    """Have the two lines fetched that `sound_block` will look at."""
+    page = load_word(p.tables + (row * p.table_pages + logical) * WORD)
+    block = p.pool + (layer * s.pages + page) * s.block_bytes
+    ask_for(block)
+    ask_for(block + s.block_bytes - WORD)
+
+
+@compiled
 def normalise(s: Shape, p: Plan, a: Arena, inputs: int, weight: int) -> None:
     """The rows of `hidden`, each by its own root mean square, into this thread's inputs."""
     width = s.hidden * FLOAT_BYTES
@@ -256,7 +266,10 @@ def attend(s: Shape, p: Plan, a: Arena, layer: int, split: int, scores: int) -> 
     tokens = load_word(p.starts + row * WORD) + 1
     pages = (tokens + s.page_tokens - 1) // s.page_tokens
     scores_stride = (s.page_tokens + LANES - 1) // LANES * LANES * FLOAT_BYTES
-    for logical in range(first, min(first + s.split_pages, pages)):
+    stop = min(first + s.split_pages, pages)
+    for logical in range(first, stop):
+        if p.checked != 0 and logical + 1 < stop:
+            ask_for_headers(s, p, row, layer, logical + 1)
         block = sound_block(s, p, a, row, layer, logical, p.checked)
         if block == 0:
             continue

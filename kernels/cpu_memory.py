@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 
 from kernels.cpu_compile import intrinsic
-from kernels.cpu_vector import FLOAT, INT64, Builder, Tile, Value, pointer
+from kernels.cpu_vector import FLOAT, INT64, Builder, Tile, Value, pointer, prefetch
 
 
 @intrinsic
@@ -33,6 +33,17 @@ def load_acquire(_context: Any, address: Any) -> Any:
 
     def generate(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
         return builder.load_atomic(pointer(builder, args[0], INT64), "acquire", 8)
+
+    return types.int64(address), generate
+
+
+@intrinsic
+def ask_for(_context: Any, address: Any) -> Any:
+    """Have the cache line at an address fetched; an address that is not there does no harm."""
+
+    def generate(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        prefetch(builder, args[0])
+        return ir.Constant(INT64, 0)
 
     return types.int64(address), generate
 

@@ -31,6 +31,7 @@ from kernels.cpu_layers import (
     Plan,
     Shape,
     Weights,
+    ask_for_headers,
     attend,
     bias,
     combine,
@@ -52,6 +53,9 @@ PROJECT, ATTEND, MIX, GATE, FOLD, HEAD, RECHECK, NOTE = range(8)
 ROWS_OF_OUTPUT = 16
 ROWS_OF_MLP = 32
 ROWS_OF_HEAD = 128
+
+AHEAD_PAGES = 8
+"""Pages whose headers are on their way while one is looked at again."""
 
 SPINS_MAX = 4000
 """Looks at a counter before the processor is offered to others."""
@@ -128,7 +132,12 @@ def _recheck(s: Shape, p: Plan, a: Arena, chunk: int) -> None:
     row, layer = chunk // s.layers, chunk % s.layers
     if p.checked != 0 and not flagged(a, row):
         start = load_word(p.starts + row * WORD)
-        for logical in range(start // s.page_tokens + 1):
+        pages = start // s.page_tokens + 1
+        for logical in range(min(AHEAD_PAGES, pages)):
+            ask_for_headers(s, p, row, layer, logical)
+        for logical in range(pages):
+            if logical + AHEAD_PAGES < pages:
+                ask_for_headers(s, p, row, layer, logical + AHEAD_PAGES)
             if sound_block(s, p, a, row, layer, logical, p.checked) == 0:
                 return
 
