@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tests.driver import DECODE, PREFILL, Driver, Sizes
 from tests.serving import Deployment, ask, deployment
 from tests.tiny import tiny_llama
 from transport import cli, scheduler_shell
+from transport.jsonlines import read_log
 from transport.pb import admin_pb2, generation_pb2, log_pb2
 from transport.stores import segment_files
 from transport.stores.disk import Disk
@@ -388,6 +389,27 @@ def test_every_flipped_bit_of_a_snapshot_is_told(tmp_path: Path, driver: Driver)
         path.write_bytes(changed)
         with pytest.raises(StoreDamaged):
             newest_snapshot(tmp_path)
+
+
+def test_a_reader_whom_a_drop_overtakes_reads_the_rest(
+    tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that it has listed are gone when it comes to them: it lists them again."""
+    log = driver.log
+    store = filled(tmp_path, log)
+    walk = segment_files.walk_segments
+
+    def overtaken(paths: Sequence[Path], *, whole: bool) -> Iterator[segment_files.Found]:
+        if store.first_position == 1:
+            drop(store, log)
+        return walk(paths, whole=whole)
+
+    monkeypatch.setattr(segment_files, "walk_segments", overtaken)
+    file = read_log(tmp_path)
+    assert file.entries == the_rest(log, store.first_position)
+    assert file.snapshot == store.snapshot
+    assert not file.complete
+    store.close()
 
 
 # --- judging the rest -------------------------------------------------------------------------

@@ -342,7 +342,12 @@ def _read_folder(folder: Path) -> LogFile:
     from transport.stores.snapshot_file import segments_and_snapshot
 
     paths, kept = segments_and_snapshot(folder)
-    file = _read_segments(paths, alone=True)
+    try:
+        file = _read_segments(paths, alone=True)
+    except FileNotFoundError:
+        # A beginning was dropped since they were listed.
+        paths, kept = segments_and_snapshot(folder)
+        file = _read_segments(paths, alone=True)
     return file if kept is None else attrs.evolve(file, snapshot=kept.snapshot)
 
 
