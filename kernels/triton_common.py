@@ -48,7 +48,8 @@ def block_start(
     page: tl.tensor, layer: tl.tensor, pool_pages: tl.tensor, block_words: tl.constexpr
 ) -> tl.tensor:
     """The first word of a block, in 64 bits: pools outgrow 32."""
-    return (layer.to(tl.int64) * pool_pages + page.to(tl.int64)) * block_words
+    # A layer of 1 reaches this as a constant, which has no method `to`.
+    return (tl.cast(layer, tl.int64) * pool_pages + page.to(tl.int64)) * block_words
 
 
 @jit

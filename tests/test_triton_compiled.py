@@ -5,6 +5,7 @@ Kernels are compiled once for both claims; Triton keeps what it compiled in its 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -59,3 +60,12 @@ def test_the_attention_compiles_for_other_types(dtype: torch.dtype) -> None:
     launch = kernel_reports.launches(layout, heads=9)["decode attention, split"]
     built = kernel_reports.compiled(launch, TARGETS["sm_90"])
     assert ("tf32" in built.asm["ptx"]) is False
+
+
+@pytest.mark.parametrize("kernel", LAUNCHES)
+def test_arguments_of_one_are_no_trouble(kernel: str) -> None:
+    """A launch turns an argument of 1 into a constant: layer 1, one page, one row, one sequence."""
+    launch = LAUNCHES[kernel]
+    ones = tuple(1 if isinstance(value, int) else value for value in launch.arguments)
+    built = kernel_reports.compiled(dataclasses.replace(launch, arguments=ones), TARGETS["sm_90"])
+    assert built.asm["cubin"]

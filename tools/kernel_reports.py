@@ -116,11 +116,17 @@ def compiled(launch: Launch, target: GPUTarget) -> Any:
             hints[index,] = _DIVISIBLE
         elif isinstance(value, float):
             signature[names[index]] = "fp32"
-        else:
+        elif value != 1:
             signature[names[index]] = "i32"
             if value % 16 == 0:
                 hints[index,] = _DIVISIBLE
-    constants = {(names.index("shape"),): launch.shape}
+    # As at a launch, an argument of 1 becomes a constant.
+    constants: dict[tuple[int], Any] = {
+        (index,): value
+        for index, value in enumerate(launch.arguments)
+        if isinstance(value, int) and value == 1
+    }
+    constants[names.index("shape"),] = launch.shape
     source = ASTSource(launch.kernel, signature, constants, hints)
     return triton.compile(source, target=target, options={"num_warps": launch.warps})
 
