@@ -41,6 +41,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A scheduler that stopped without a word ends the stream only through these.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # While a probe of the bandwidth is out no other ping is sent, and it may wait for a minute.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     # The backoff is this module's alone.

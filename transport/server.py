@@ -58,6 +58,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # While a probe of the bandwidth is out no other ping is sent, and it may wait for a minute.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     # Two schedulers on one port would each get half of the engines.
     ("grpc.so_reuseport", 0),
 )

@@ -138,6 +138,7 @@ class ErringPlane:
         self._real = plane
         self._tell = tell
         self._posts = 0
+        self._last: Ticket | None = None
         self._at = 0
         self._how = ""
         self._spoiled: dict[Ticket, _Spoiled] = {}
@@ -167,7 +168,8 @@ class ErringPlane:
                 self._wake()
             case "land":
                 for spoiled in self._spoiled.values():
-                    self._land(spoiled)
+                    if spoiled.inner is None:
+                        self._land(spoiled)
                 self._wake()
             case "cut":
                 self._cut = True
@@ -204,23 +206,30 @@ class ErringPlane:
         """Post, or hold and spoil the one that was asked for."""
         self._posts += 1
         if not self._how or self._posts != self._at:
-            return self._real.post(peer, writes, grant)
+            self._last = self._real.post(peer, writes, grant)
+            return self._last
         how, self._how = self._how, ""
-        if how == "hold":
-            if not self._relays:
-                self._half = True
-                return self._real.post(peer, writes, grant)
-            for relay in self._relays.values():
-                relay.stall()
-            self._tell({"reached": "post:hold"})
+        if how == "hold" and not self._relays:
+            self._half = True
             return self._real.post(peer, writes, grant)
         ticket = Ticket(serial=-self._posts, peer=peer, grant=grant, length=0)
         spoiled = self._spoiled[ticket] = _Spoiled(peer, tuple(writes), grant)
-        self._tell({"reached": f"post:{how}", "grant": grant})
-        threading.Thread(target=self._spoil, args=(spoiled, how), daemon=True).start()
+        act = self._stall if how == "hold" else self._spoil
+        threading.Thread(target=act, args=(spoiled, how), daemon=True).start()
         return ticket
 
+    def _stall(self, spoiled: _Spoiled, _how: str) -> None:
+        """Send it into a network that stands still, once what was sent before has been answered."""
+        pace = threading.Event()
+        while self._last is not None and self._real.poll(self._last) is Answer.IN_FLIGHT:
+            pace.wait(0.005)
+        for relay in self._relays.values():
+            relay.stall()
+        self._land(spoiled)
+        self._tell({"reached": "post:hold"})
+
     def _spoil(self, spoiled: _Spoiled, how: str) -> None:
+        self._tell({"reached": f"post:{how}", "grant": spoiled.grant})
         self._go.wait()
         if how == "fail":
             spoiled.answer = Answer.FAILED_QUIESCED

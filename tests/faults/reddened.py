@@ -114,11 +114,11 @@ def _instead(event: Event, proposer: Proposer) -> Change:
     return lambda entry: attrs.evolve(entry, event=event, proposer=proposer)
 
 
-def _dropped(entry: Entry) -> Entry:
-    """As if this proposal had never taken effect."""
-    assert isinstance(entry.event, Drained)
-    dropped = Dropped(entry.event.party, NUMBER, "Drained", "current-attempt", entry.event.grant)
-    return _instead(dropped, ByScheduler(1))(entry)
+def _not_drained(piece: Piece) -> Log:
+    """As if the writer's proof had never taken effect."""
+    drained = _event(piece.entries(Drained)[0], Drained)
+    dropped = Dropped(drained.party, NUMBER, "Drained", "current-attempt", drained.grant)
+    return piece.changed(Drained, _instead(dropped, ByScheduler(_epoch(piece.log))))
 
 
 def _writer(piece: Piece) -> ByEngine:
@@ -158,7 +158,7 @@ def _one_write_less(piece: Piece) -> Log:
     writer = _writer(piece)
     grant = _event(piece.entries(Transferred)[-1], Transferred).grant
     dropped = Dropped(writer.party, NUMBER, "Transferred", "current-attempt", grant)
-    return piece.changed(Transferred, _instead(dropped, ByScheduler(1)), -1)
+    return piece.changed(Transferred, _instead(dropped, ByScheduler(_epoch(piece.log))), -1)
 
 
 def _late_grant(piece: Piece) -> Log:
@@ -225,7 +225,7 @@ CHANGES: dict[str, tuple[Callable[[Piece], bool], Make]] = {
     "current-attempt": (answered, lambda p: p.changed(Verified, _by(_writer(p)))),
     "written-within-grant": (answered, _other_pages),
     "whole-before-read": (answered, _one_write_less),
-    "exclusive-before-read": (answered, lambda p: p.changed(Drained, _dropped)),
+    "exclusive-before-read": (answered, _not_drained),
     "first-cause-wins": (
         answered,
         lambda p: p.changed(
@@ -233,7 +233,7 @@ CHANGES: dict[str, tuple[Callable[[Piece], bool], Make]] = {
         ),
     ),
     "quiet-after-end": (answered, _late_grant),
-    "drained-before-released": (ended_while_written, lambda p: p.changed(Drained, _dropped)),
+    "drained-before-released": (ended_while_written, _not_drained),
     "drained-is-final": (answered, _first_write_again),
     "time-is-no-proof": (
         answered,

@@ -13,8 +13,10 @@ from transport.planes.segment import Bytes
 
 FRAME_BYTES = 1 << 20
 MESSAGE_BYTES_MAX = 4 << 20
-KEEPALIVE_MS = 10_000
-KEEPALIVE_ANSWER_MS = 5_000
+# A request whose writer cannot reach its reader goes to another pair only when that is noticed.
+KEEPALIVE_MS = 4_000
+KEEPALIVE_ANSWER_MS = 3_000
+CONNECT_MS = 5_000
 TICKET_SECONDS_MAX = 120
 INQUIRY_SECONDS_MAX = 5
 
@@ -23,6 +25,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),
     # The writers' pings must not be taken for abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
@@ -35,6 +38,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A stopped owner ends a call only through these.
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_ANSWER_MS),
+    # While a probe of the bandwidth is out no other ping is sent, and it may wait for a minute.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_ANSWER_MS),
+    # So is how long an attempt to connect may take: of itself, twenty seconds.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
     # A retry would be a second attempt at pages whose first attempt is in doubt.
     ("grpc.enable_retries", 0),
     # Each peer has its own connection, so that closing one ends only its own streams.
