@@ -30,7 +30,7 @@ from transport.simulated_faults import Fault, Plan, draw_plan
 from transport.simulated_world import Deployment
 
 CHUNK_RUNS = 8
-REDUCTIONS_MAX = 200
+REDUCTIONS_MAX = 60
 
 T = TypeVar("T")
 
