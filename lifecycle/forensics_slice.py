@@ -94,12 +94,9 @@ class _Search:
             counts[entry.request] += 1
             kept.append((position, stated))
             replayer.take(position, stated)
-        report = replayer.report()
-        for found in report.findings:
+        for found in replayer.report().findings:
             if _story(found) == wanted:
-                # Somebody else's violation would be another story.
-                alone = len(report.findings) == 1
-                return Slice(tuple(kept), found, self.original) if alone else None
+                return Slice(tuple(kept), found, self.original)
         return None
 
     def _restated(self, history: History, entry: Entry, sequence: int) -> Entry:

@@ -205,6 +205,20 @@ def test_missing_entries_widen_the_bounds() -> None:
     assert found.missing_positions == 1
 
 
+def test_a_gap_puts_those_in_doubt_who_lived_across_it() -> None:
+    """An answer without comparisons is in doubt when entries of its time are missing, not else."""
+    log = late_write(Careless(), told=True)
+    clean = [one for one in log.entries if one[1].request != ONE]
+    first = next(n for n, e in clean if e.request == TWO)
+    last = clean[-1][0]
+    for position, doubted in ((first - 1, False), (first + 2, True), (last + 1, False)):
+        gap = Missing(position, position, "gone")
+        found = exposures(clean, missing=[gap], whole=False)
+        doubts = found.responses[0].doubts if found.responses else ()
+        assert (Doubt.GAP_IN_LOG in doubts) is doubted, position
+        assert found.affected == Bounds(0, int(doubted))
+
+
 def test_an_answer_without_pages_is_not_cleared() -> None:
     """A log that does not say what was read clears nobody."""
     log = Careless()

@@ -98,6 +98,7 @@ def test_ten_thousand_entries_stay_small_and_show_what_matters() -> None:
     assert len(page(document).encode()) < BYTES_MAX
     few = choose(engine.log.entries, found, report, most=500)
     assert len(few) <= 500
+    assert {r.request for r in found.certain} <= {entry.request for _, entry in few}
 
 
 def test_a_name_cannot_leave_its_place(tmp_path: Path) -> None:
