@@ -28,7 +28,8 @@ from transport.jsonlines import read_log
 from transport.pb import admin_pb2, generation_pb2, log_pb2
 from transport.stores import segment_files
 from transport.stores.disk import Disk
-from transport.stores.retention import Retention, count_to_drop, fold
+from transport.stores.retention import count_to_drop, fold
+from transport.stores.retention_limits import Retention
 from transport.stores.segments import SegmentStore
 from transport.stores.snapshot_file import newest_snapshot, snapshot_paths
 

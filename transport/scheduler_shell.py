@@ -27,7 +27,7 @@ from transport.scheduler_owner import SchedulerOwner
 from transport.server import Services, load_served_model, make_owner
 from transport.settings import InvalidSetting, SchedulerSettings
 from transport.stores.memory import MemoryStore
-from transport.stores.retention import Retention
+from transport.stores.retention_limits import Retention
 from transport.stores.segments import SegmentStore
 from transport.tls import listen, server_credentials
 

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from lifecycle.events import Role
-from transport.stores.retention import Retention
+from transport.stores.retention_limits import Retention
 
 LOOPBACK = "127.0.0.1"
 SCHEDULER_PORT = 50551
