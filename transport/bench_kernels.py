@@ -73,14 +73,26 @@ def run_kernels(settings: KernelSettings, *, progress: Callable[[str], None]) ->
     )
 
 
-def _best(work: Callable[[], object]) -> float:
-    """Seconds of the quickest of several: who else runs can only slow one down."""
-    took = []
-    for _ in range(STEPS):
+def _timed(work: Callable[[], object]) -> Callable[[int], float]:
+    """Seconds of one call."""
+
+    def once(_: int) -> float:
         start = time.perf_counter()
         work()
-        took.append(time.perf_counter() - start)
-    return min(took)
+        return time.perf_counter() - start
+
+    return once
+
+
+def _quickest(
+    settings: KernelSettings, ours: Callable[[int], float], theirs: Callable[[int], float]
+) -> Rounds:
+    """For each round the quickest of several calls of both, which alternate.
+
+    Who else runs can only slow one down, and meets both sides.
+    """
+    rounds = [interleave(STEPS, ours, theirs) for _ in range(settings.runs)]
+    return tuple((min(a for a, _ in calls), min(b for _, b in calls)) for calls in rounds)
 
 
 def _shape(
@@ -93,18 +105,13 @@ def _shape(
     bare = unchecked(model, room.pool, threads=threads)
     plain = PlainSteps(model, room.pool)
     brief = make_steps(model, short.pool, threads=threads)
-    read, size = _reader(), _step_bytes(model, room.pool)
+    size = _step_bytes(model, room.pool)
     gathered = _gathered(model, room.pool, batch=batch, tokens=tokens)
     pages = room.pool.memory.octets.numel()
     says = f"{batch} streams over {tokens} tokens"
 
     def seconds(way: DecodeSteps) -> Callable[[int], float]:
-        return lambda _: _best(lambda: room.seconds(way))
-
-    def attention(_: int) -> float:
-        """What the context adds to a step: its pages, their headers, the joining of parts."""
-        long = min(room.seconds(steps) for _ in range(STEPS))
-        return max(1e-9, long - min(short.seconds(brief) for _ in range(STEPS)))
+        return lambda _: room.seconds(way)
 
     def figure(name: str, text: str, rounds: Rounds, peer: str, unit: str, target: float) -> Figure:
         return Figure(
@@ -119,17 +126,21 @@ def _shape(
         )
 
     def rates(ours: Callable[[int], float], theirs: Callable[[int], float]) -> Rounds:
-        pairs = interleave(settings.runs, ours, theirs)
-        return tuple((1 / a, 1 / b) for a, b in pairs)
+        return tuple((1 / a, 1 / b) for a, b in _quickest(settings, ours, theirs))
 
     step = rates(seconds(steps), seconds(plain))
     check = rates(seconds(steps), seconds(bare))
-    limit = interleave(
-        settings.runs,
-        lambda n: size / seconds(steps)(n) / GIGA,
-        lambda _: READ_BYTES / _best(read) / GIGA,
+    limit = tuple(
+        (size / a / GIGA, READ_BYTES / b / GIGA)
+        for a, b in _quickest(settings, seconds(steps), _timed(_reader()))
     )
-    part = rates(attention, lambda _: _best(gathered))
+    # What the context adds: its pages, their headers, the joining of parts.
+    whole = _quickest(settings, seconds(steps), lambda _: short.seconds(brief))
+    beside = _quickest(settings, seconds(steps), _timed(gathered))
+    part = tuple(
+        (1 / max(1e-9, long - brief_one), 1 / other)
+        for (long, brief_one), (_, other) in zip(whole, beside, strict=True)
+    )
     found = (
         figure("step", "decode steps a second", step, "the same in plain torch", "steps/s", 1.0),
         figure("check", "with header checks", check, "without header checks", "steps/s", 0.99),
@@ -214,8 +225,5 @@ def _pages(model: Model, settings: KernelSettings) -> tuple[Figure, ...]:
 def _rates(
     settings: KernelSettings, size: int, ours: Callable[[], object], theirs: Callable[[], object]
 ) -> Rounds:
-    return interleave(
-        settings.runs,
-        lambda _: size / _best(ours) / GIGA,
-        lambda _: size / _best(theirs) / GIGA,
-    )
+    rounds = _quickest(settings, _timed(ours), _timed(theirs))
+    return tuple((size / a / GIGA, size / b / GIGA) for a, b in rounds)
