@@ -18,14 +18,19 @@ from lifecycle.events import (
     Aborted,
     Admitted,
     Attached,
+    Drained,
+    Dropped,
     Entry,
     Event,
     Finished,
     Lost,
     Quarantined,
+    Rejected,
     Released,
     Requeued,
     Reserved,
+    Transferred,
+    Verified,
 )
 from lifecycle.fleet import FleetState, reduce_fleet
 from lifecycle.ids import FLEET, Party, RequestId
@@ -43,6 +48,8 @@ def cross_by_event(guards: Iterable[CrossGuard]) -> dict[type[Event], tuple[Cros
 ALL_CROSS = cross_by_event(CROSS_GUARDS)
 ENDING = (Finished, Aborted, Requeued)
 SETTLING = (Released, Quarantined)
+UNACCOUNTED = frozenset({Rejected, Transferred, Drained, Verified, Dropped})
+"""Events that move no page."""
 
 
 class History:
@@ -142,6 +149,8 @@ class History:
 
     def _account(self, before: RequestState, entry: Entry) -> None:
         event = entry.event
+        if type(event) in UNACCOUNTED:
+            return
         request = entry.request
         if isinstance(event, Admitted):
             for leg in (event.prefill, event.decode):

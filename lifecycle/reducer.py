@@ -109,8 +109,8 @@ def _next_phase(state: RequestState, kind: type[RequestEvent], grants: tuple[Gra
     return settled(grants) if options == ENDING else options[0]
 
 
-def _replace(grants: tuple[Grant, ...], changed: Grant) -> tuple[Grant, ...]:
-    return tuple(changed if g.reserved.grant == changed.reserved.grant else g for g in grants)
+def _replace(grants: tuple[Grant, ...], old: Grant, changed: Grant) -> tuple[Grant, ...]:
+    return tuple([changed if g is old else g for g in grants])
 
 
 def _settle(
@@ -121,7 +121,7 @@ def _settle(
         return state.grants
     cause = event.cause if isinstance(event, Quarantined) else grant.quarantine
     changed = Grant(grant.reserved, grant.attempt, grant.drained, grant.written, how, cause)
-    return _replace(state.grants, changed)
+    return _replace(state.grants, grant, changed)
 
 
 def _drain(state: RequestState, event: Drained) -> tuple[Grant, ...]:
@@ -132,7 +132,7 @@ def _drain(state: RequestState, event: Drained) -> tuple[Grant, ...]:
     changed = Grant(
         grant.reserved, grant.attempt, drained, grant.written, grant.settlement, grant.quarantine
     )
-    return _replace(state.grants, changed)
+    return _replace(state.grants, grant, changed)
 
 
 def _write(state: RequestState, entry: Entry, event: Transferred) -> tuple[Grant, ...]:
@@ -141,7 +141,7 @@ def _write(state: RequestState, entry: Entry, event: Transferred) -> tuple[Grant
         return state.grants
     written = (*grant.written, Written(entry.proposer.party, event))
     changed = Grant(grant.reserved, grant.attempt, grant.drained, written, grant.settlement)
-    return _replace(state.grants, changed)
+    return _replace(state.grants, grant, changed)
 
 
 def _grants(state: RequestState, entry: Entry, event: RequestEvent) -> tuple[Grant, ...]:

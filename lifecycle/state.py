@@ -34,6 +34,9 @@ class Phase(Enum):
     ENDED = "ended"
     CLOSED = "closed"
 
+    # Every entry looks up its phase several times; a member is equal to itself alone.
+    __hash__ = object.__hash__
+
 
 LIVE = frozenset({Phase.ADMITTED, Phase.DECODING})
 """Phases in which an attempt is running."""
