@@ -102,11 +102,16 @@ def main() -> int:
     # Whoever ends this run ends its parts with it.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
     begun = time.monotonic()
+    kept = load(asked.json).get("matrix", {}) if asked.json is not None and asked.again else {}
     with tempfile.TemporaryDirectory(prefix="custody-matrix-") as name:
-        folder = Path(name)
-        run = Run(folder, tiny_model(folder))
-        run.run(cells)
-    seconds = time.monotonic() - begun
+        run = Run(Path(name), tiny_model(Path(name)))
+        try:
+            run.run(cells)
+        finally:
+            # What was seen before somebody ended the run is kept as well.
+            seconds = time.monotonic() - begun
+            if asked.json is not None:
+                keep(asked.json, "matrix", report(run, seconds, kept))
     entries = sum(result.entries for result in run.results)
     evaluations = sum(result.evaluations for result in run.results)
     print(
@@ -114,9 +119,6 @@ def main() -> int:
         f"replayed clean, {evaluations} guard evaluations; {len(run.rules_shown)} of {len(RULES)} "
         "rules turned the same logs red when one event was changed"
     )
-    if asked.json is not None:
-        kept = load(asked.json).get("matrix", {}) if asked.again else {}
-        keep(asked.json, "matrix", report(run, seconds, kept))
     return 1 if run.failures or not cells else 0
 
 
