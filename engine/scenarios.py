@@ -144,7 +144,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             prefills=2,
             decodes=2,
             decode_pages=4,
-            faults={**FAULTS, "echo": 2, "garble": 1, "forge": 2},
+            faults={**FAULTS, "echo": 2, "garble": 3, "forge": 2},
         ),
         "two of each, placing": attrs.evolve(
             focus(declare_lost=2, restart=2, breaks=2, forge=2, fail=1, tick=2),
