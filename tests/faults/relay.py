@@ -41,7 +41,9 @@ class Relay:
         self._going.set()
 
     def close(self) -> None:
-        """End it."""
+        """End it; again is nothing."""
+        if self._closed:
+            return
         self._closed = True
         self._going.set()
         # Closing alone would leave the thread waiting.
