@@ -159,6 +159,9 @@ ALONE: list[tuple[int, str]] = [
     (1, "explain nobody --log {good}"),
     (5, "log export --log {good}.none"),
     (5, "metrics {good}.none"),
+    (2, "simulate --trace {good}.none --preset incident-8k"),
+    (2, "simulate --trace {good} --preset incident-8k"),
+    (0, "fuzz --simulate --seed 3 --runs 1"),
 ]
 CALLING = (
     *("generate x", "chat", f"cancel {UNKNOWN}", "drain decode --wait", "status", "health"),
