@@ -168,7 +168,7 @@ TABLE: dict[Maker, tuple[int, ...]] = {
     flipped_segment: (5, 1, 5, 1, 5, 5, 5, 1),
     out_of_order: (5, 1, 5, 1, 5, 5, 5, 1),
     repeated: (1, 0, 0, 1, 0, 0, 0, 1),
-    two_clusters: (1, 0, 0, 1, 0, 1, 0, 1),
+    two_clusters: (1, 0, 0, 1, 0, 0, 0, 1),
     clock_back: (1, 0, 0, 1, 0, 0, 0, 0),
     newer_event: (5, 1, 5, 5, 5, 5, 5, 1),
     wrong_field: (5, 5, 5, 5, 5, 5, 5, 1),
