@@ -124,6 +124,12 @@ def test_the_fleet_is_as_it_was() -> None:
 # --- clients ----------------------------------------------------------------------------------
 
 
+async def _asked_until_refused(here: Deployment, asked: generation_pb2.GenerateRequest) -> None:
+    """Ask again and again; the answer's tokens are forgotten at some moment."""
+    while True:
+        await here.generation.Complete(generation_pb2.CompleteRequest(generation=asked))
+
+
 async def joined(here: Deployment, before: Deployment) -> None:
     """The engines of an earlier scheduler come to this one."""
     before.decode.pause_at = None
@@ -153,8 +159,7 @@ async def test_a_retry_with_its_key_runs_once_in_the_next_life(model: Path, tmp_
         await here.tail_until(*["released"] * 2, request=request)
         # Whoever comes when nobody holds its tokens any more is told so, and nothing runs again.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            while True:
-                await here.generation.Complete(generation_pb2.CompleteRequest(generation=asked))
+            await _asked_until_refused(here, asked)
         assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
         assert request in str(caught.value.details())
         admitted = [

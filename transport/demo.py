@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,13 +17,15 @@ import attrs
 from engine.store import Stored
 from lifecycle.events import Admitted, Rejected, Released
 from lifecycle.history import History
-from lifecycle.replay import replay
+from lifecycle.replay import Replayer
+from lifecycle.tally import Tally
 from transport import render
 from transport.child import Child, ChildFailed
 from transport.client import Client, Refused, Unreachable
+from transport.commands_forensics import replayed
 from transport.commands_shared import EXIT_FAILED, EXIT_OK, UsageError, complain, note
 from transport.demo_story import Differs, Story
-from transport.jsonlines import read_log
+from transport.forensics_read import open_capture
 from transport.pb.admin_pb2 import GetStatusResponse
 from transport.pb.generation_pb2 import (
     ChatMessage,
@@ -34,6 +35,7 @@ from transport.pb.generation_pb2 import (
     Sampling,
     TokenIds,
 )
+from transport.replay_text import replay_lines
 
 KV_MEMORY = "64MiB"
 QUESTION = "What is the capital of France?"
@@ -282,9 +284,13 @@ def _stop(story: Story, served: Served) -> None:
 
 def _replay(story: Story, log: Path) -> None:
     story.heading("Replaying the log's files against every rule")
-    file = read_log(log)
-    report = replay((one.position, one.entry) for one in file.entries)
-    lines: Sequence[str] = tuple(render.replay_lines(file, report))
+    with ExitStack() as stack:
+        capture = open_capture(log, stack)
+        replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
+        tally = Tally(replayer.history)
+        replayed(capture, replayer, tally)
+        report = replayer.report(whole=capture.whole)
+        lines = tuple(replay_lines(capture, report, report.findings, tally))
     story.say_all(lines)
     if lines[-1] != "clean":
         raise Differs("the log replays clean")
