@@ -85,6 +85,7 @@ def report(run: Run, seconds: float, kept: dict[str, Any]) -> dict[str, Any]:
 
     return {
         "seconds": kept.get("seconds", 0) + round(seconds),
+        "runs": kept.get("runs", 0) + 1,
         "cells": merged("cells", results),
         "failures": merged("failures", failures),
         "rules_shown": sorted({*kept.get("rules_shown", ()), *run.rules_shown}),

@@ -108,10 +108,13 @@ def totals(kept: Kept) -> str:
     pairs = len(FAULTS) * len(MOMENTS)
     impossible = sum(bool(why_impossible(f, m)) for f in FAULTS.values() for m in MOMENTS)
     entries, evaluations = (sum(c[n] for c in cells) for n in ("entries", "evaluations"))
-    minutes = matrix["seconds"] / 60
+    ran = f"{matrix['seconds'] / 60:.0f} minutes"
+    if matrix["runs"] > 1:
+        # Cells that were run again, for whatever reason, stand with their last result.
+        ran += f" of {matrix['runs']} runs"
     red = f"{len(matrix['rules_shown'])} of {len(RULES)} rules"
     lines = (
-        f"* {len(cells)} of {len(all_cells())} cells passed, in {minutes:.0f} minutes.",
+        f"* {len(cells)} of {len(all_cells())} cells passed, in {ran}.",
         f"* {pairs} pairs of fault and moment; {impossible} of them cannot be, and say why.",
         f"* {entries} log entries replayed without a violation, {evaluations} guard evaluations.",
         f"* The same logs with one event changed turned red by {red}, each by a change of its own.",
@@ -154,14 +157,17 @@ def figures(kept: Kept) -> str:
 
 def _soaked(it: Kept) -> Iterator[str]:
     yield (
-        f"Random faults under load for {it['seconds'] / 60:.0f} minutes (seed {it['seed']}): "
+        f"Random faults under load for {it['seconds']:.0f} seconds (seed {it['seed']}): "
         f"{sum(it['faults'].values())} faults, {it['requests']} requests, {it['entries']} entries, "
         f"{it['violations']} violations, {it['untruthful']} answers without truth, "
         f"{it['pages_missing']} pages missing at the end."
     )
+    yield ""
+    head = ["largest resident size", "in the first third", "in the last"]
+    yield _row(head)
+    yield _row(["---"] * len(head))
     for part, size in it["memory"].items():
-        yield f"Largest resident size of {part}: {size['first_mib']} MiB in the first third, "
-        yield f"{size['last_mib']} MiB in the last."
+        yield _row([part, f"{size['first_mib']} MiB", f"{size['last_mib']} MiB"])
 
 
 PARTS: Mapping[str, Callable[[Kept], str]] = {
