@@ -86,7 +86,12 @@ class Client:
 
 
 class Deployment:
-    """One prefill and one decode engine under one scheduler."""
+    """One prefill and one decode engine under one scheduler; a subclass may break its parts."""
+
+    scheduler_kind: type[Scheduler] = Scheduler
+    prefill_kind: type[PrefillCore] = PrefillCore
+    decode_kind: type[DecodeCore] = DecodeCore
+    decode_runner_kind: type[DecodeRunner] = DecodeRunner
 
     def __init__(
         self,
@@ -110,7 +115,7 @@ class Deployment:
         random_tags = random.Random(seed)
         digest = keyed_digest(b"a life's key")
         self.layout: PageLayout = page_layout(model, page_tokens=page_tokens)
-        self.scheduler = Scheduler(
+        self.scheduler = self.scheduler_kind(
             limits=Limits(
                 context_tokens=context_tokens,
                 growth_tokens=growth_tokens,
@@ -149,7 +154,7 @@ class Deployment:
         decode_plane = NaivePlane(self.network, party=str(DECODE), incarnation=str(DECODE))
         decode_plane.register(landing.octets.numpy().data)
         self.prefill = PrefillOwner(
-            PrefillCore(
+            self.prefill_kind(
                 PREFILL,
                 pages=prefill_pages,
                 page_tokens=page_tokens,
@@ -164,7 +169,7 @@ class Deployment:
             note=note,
         )
         self.decode = DecodeOwner(
-            DecodeCore(
+            self.decode_kind(
                 DECODE,
                 pages=decode_pages,
                 page_tokens=page_tokens,
@@ -173,7 +178,9 @@ class Deployment:
                 growth_tokens=growth_tokens,
                 digest=digest,
             ),
-            DecodeRunner(model, target, tokenizer, clock=lambda: next(self._clock), digest=digest),
+            self.decode_runner_kind(
+                model, target, tokenizer, clock=lambda: next(self._clock), digest=digest
+            ),
             plane=decode_plane,
             send=lambda item: self._todo.append(lambda: self._hear(DECODE, item)),
             note=note,
