@@ -350,7 +350,7 @@ class DecodeCore(EngineCore[DecodeJob]):
             if job is not None and job.growing is not None and job.growing.grant == body.grant:
                 job.growing = None
                 self.waiting[proposal.request] = None
-            elif job is not None:
+            elif job is not None and job.attempt == proposal.attempt:
                 self.fail(job, Failed(Cause.ENGINE_FAILED, f"a reservation broke {rule}"))
         elif isinstance(body, Failed) and body.cause is Cause.OUT_OF_PAGES:
             # Pages were on their way to it; if they go elsewhere, it says so again.

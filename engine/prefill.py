@@ -327,7 +327,7 @@ class PrefillCore(EngineCore[PrefillJob]):
         if isinstance(proposal.body, Transferred):
             self.reports.pop((proposal.body.grant, proposal.body.tokens), None)
             job = self.jobs.get(proposal.request)
-            if job is not None:
+            if job is not None and job.attempt == proposal.attempt:
                 self.fail(job, Failed(Cause.TRANSFER_FAILED, f"a transfer broke {rule}"))
 
     def end_sync(self) -> list[EngineEffect]:
