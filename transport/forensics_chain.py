@@ -121,7 +121,7 @@ class Survey:
             try:
                 content, sealed_now = self._content(path)
             except StoreDamaged as damage:
-                self._note(Wrong.DAMAGED, damage.segment, damage.offset, 0, 0, damage.reason)
+                self._found(Wrong.DAMAGED, damage.segment, damage.offset, 0, 0, damage.reason)
                 continue
             self.size_bytes += len(content)
             self._header(path, content)
@@ -131,7 +131,7 @@ class Survey:
                     yield batch
             if last and sealed_now:
                 reason = "a sealed segment always had a successor"
-                self._note(Wrong.ENDS_SEALED, path.name, 0, 0, 0, reason)
+                self._found(Wrong.ENDS_SEALED, path.name, 0, 0, 0, reason)
 
     def _content(self, path: Path) -> tuple[bytes, bool]:
         data = path.read_bytes()
@@ -146,7 +146,7 @@ class Survey:
         except Damage as damage:
             raise StoreDamaged(path.name, damage.offset, damage.reason) from damage
         # The blocks are independent: what cannot be unpacked becomes zeros, which are no frames.
-        self._note(Wrong.DAMAGED, path.name, first.offset, 0, 0, first.reason)
+        self._found(Wrong.DAMAGED, path.name, first.offset, 0, 0, first.reason)
         parts = []
         for number, block in enumerate(header.blocks):
             try:
@@ -160,13 +160,13 @@ class Survey:
         try:
             header = unpack_file_header(content)
         except Damage as damage:
-            self._note(Wrong.DAMAGED, path.name, damage.offset, 0, 0, damage.reason)
+            self._found(Wrong.DAMAGED, path.name, damage.offset, 0, 0, damage.reason)
             return None
         named = segment_files.segment_name(header.first_position)
         if path.with_suffix(segment_files.SUFFIX).name != named:
             reason = f"its header says that it should be called {named}"
             first = header.first_position
-            self._note(Wrong.MISNAMED, path.name, 0, first, first, reason)
+            self._found(Wrong.MISNAMED, path.name, 0, first, first, reason)
         return header
 
     def _walk(self, path: Path, content: bytes, *, last: bool) -> Iterator[Frame]:
@@ -180,12 +180,12 @@ class Survey:
                     if isinstance(item, Torn):
                         reason = f"{len(content) - shift - item.offset} bytes are no whole batch"
                         place = shift + item.offset
-                        self._note(Wrong.TORN, path.name, place, 0, 0, reason)
+                        self._found(Wrong.TORN, path.name, place, 0, 0, reason)
                         return
                     yield attrs.evolve(item, offset=item.offset + shift)
             except Damage as damage:
                 place = shift + damage.offset
-                self._note(Wrong.DAMAGED, path.name, place, 0, 0, damage.reason)
+                self._found(Wrong.DAMAGED, path.name, place, 0, 0, damage.reason)
                 found = content.find(FRAME_MAGIC, place + 1)
                 if found < 0:
                     return
@@ -232,13 +232,13 @@ class Survey:
                 return
             self._time_ns = entry.time_ns
 
-    def _note(
+    def _found(
         self, wrong: Wrong, segment: str, offset: int, first: int, last: int, message: str
     ) -> None:
         self.problems.append(Problem(wrong, segment, offset, first, last, message))
 
     def _at(self, wrong: Wrong, link: _Link, message: str) -> None:
-        self._note(wrong, link.segment, link.offset, link.first, link.last, message)
+        self._found(wrong, link.segment, link.offset, link.first, link.last, message)
 
     # --- The chain, once everything was seen --------------------------------------------------
 
@@ -304,4 +304,4 @@ class Survey:
     def _gap(self, link: _Link, reached: int) -> None:
         gone = link.first - reached - 1
         reason = f"{gone} entries are missing before it"
-        self._note(Wrong.MISSING, link.segment, link.offset, reached + 1, link.first - 1, reason)
+        self._found(Wrong.MISSING, link.segment, link.offset, reached + 1, link.first - 1, reason)
