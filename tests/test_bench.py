@@ -14,7 +14,6 @@ import pytest
 
 from tests.tiny import tiny_llama
 from transport import bench, bench_transformers, cli
-from transport.bench_child import Child, PartFailed, clean_environment
 from transport.bench_context import BenchSettings, Bystanders, Context, UnknownMeasure
 from transport.bench_inside import _UncheckedBatch, unchecked
 from transport.bench_kernels import KernelSettings, run_kernels
@@ -31,6 +30,7 @@ from transport.bench_stats import (
     interleave,
     percentile,
 )
+from transport.child import Child, ChildFailed, clean_environment
 from transport.commands_bench import report_lines
 from transport.settings import InvalidSetting
 
@@ -248,10 +248,32 @@ def test_settings_of_the_environment_stay_out(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_child_that_ends_is_reported_in_its_own_words(tmp_path: Path) -> None:
     """Whoever reads the failure need not look for a file."""
-    child = Child("part", [sys.executable, "-c", "raise SystemExit('out of luck')"], tmp_path)
-    with pytest.raises(PartFailed, match="out of luck"):
+    program = (sys.executable, "-c", "raise SystemExit('out of luck')")
+    child = Child("part", (), errors=tmp_path / "errors", program=program)
+    with pytest.raises(ChildFailed, match="out of luck"):
         child.read()
+    with pytest.raises(ChildFailed, match="exit code 1"):
+        child.ask({})
     child.end(terminate=False)
+
+
+def test_a_child_answers_line_by_line_and_leaves_with_its_input(tmp_path: Path) -> None:
+    """What it says beside its lines is no answer; the end of its input is its end."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "print('a library says hello', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    print(json.dumps({**json.loads(line), 'seen': dict(os.environ)}), flush=True)\n"
+    )
+    program = (sys.executable, str(script))
+    child = Child("part", (), errors=tmp_path / "errors", program=program, environment={"A": "b"})
+    answers = [child.ask({"number": number}) for number in (1, 2)]
+    assert [answer["number"] for answer in answers] == [1, 2]
+    assert answers[0]["seen"].get("A") == "b"
+    assert "HOME" not in answers[0]["seen"]
+    child.end(terminate=False)
+    assert child.process.returncode == 0
 
 
 def test_own_work_is_not_a_bystanders() -> None:

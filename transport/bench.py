@@ -39,7 +39,7 @@ MEASURES: dict[str, Measure] = {
 def run_bench(settings: BenchSettings, *, progress: Callable[[str], None]) -> Report:
     """Run the chosen measures one after the other.
 
-    Raises UnknownMeasure, PartFailed, UnusableSample, and what a client of ours raises.
+    Raises UnknownMeasure, ChildFailed, UnusableSample, and what a client of ours raises.
     """
     wanted = settings.only or tuple(MEASURES)
     for name in wanted:

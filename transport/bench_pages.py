@@ -19,7 +19,7 @@ from typing import Self
 import grpc
 
 from engine.dataplane import Span
-from transport.bench_child import Child
+from transport.child import PYTHON, Child, clean_environment
 from transport.pb import pages_pb2_grpc
 from transport.planes.grpc_stream import SERVER_OPTIONS, GrpcStreamPlane
 from transport.settings import LOOPBACK
@@ -32,8 +32,13 @@ class PagesChild:
     """The owner as the measuring process holds it."""
 
     def __init__(self, *, size_bytes: int, folder: Path) -> None:
-        command = (sys.executable, "-P", "-m", "transport.bench_pages")
-        self._child = Child("pages", (*command, "--bytes", str(size_bytes)), folder)
+        self._child = Child(
+            "pages",
+            ("--bytes", str(size_bytes)),
+            errors=folder / "pages.stderr",
+            program=(*PYTHON, "-m", "transport.bench_pages"),
+            environment=clean_environment(),
+        )
         self.descriptor = ""
 
     def __enter__(self) -> Self:

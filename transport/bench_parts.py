@@ -7,7 +7,6 @@ Must not know: which figure is made of what.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +16,11 @@ from typing import Self
 
 import attrs
 
-from transport.bench_child import Child, PartFailed
 from transport.bench_stats import Arrivals, UnusableSample
+from transport.child import PYTHON, Child, ChildFailed, clean_environment
 from transport.client import Client
 from transport.pb import admin_pb2, generation_pb2, log_pb2
 from transport.settings import PoolSettings, SchedulerSettings, to_flags
-from transport.supervisor import ENTRY
 
 SETTLE_SECONDS = 60.0
 SETTLE_PAUSE_SECONDS = 0.02
@@ -55,8 +53,14 @@ class Peer:
     name = "transformers"
 
     def __init__(self, *, model: str, threads: int, folder: Path) -> None:
-        command = (sys.executable, "-P", "-m", "transport.bench_transformers")
-        self._child = Child("peer", (*command, "--model", model, "--threads", str(threads)), folder)
+        flags = ("--model", model, "--threads", str(threads))
+        self._child = Child(
+            "peer",
+            flags,
+            errors=folder / "peer.stderr",
+            program=(*PYTHON, "-m", "transport.bench_transformers"),
+            environment=clean_environment(),
+        )
         self.versions: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -113,13 +117,18 @@ class Deployment:
     ) -> None:
         self.scheduler = scheduler
         # An empty file keeps a configuration file of the working folder out.
-        command = (*ENTRY, "--config", os.devnull, "serve", "--json")
+        command = ("--config", os.devnull, "serve", "--json")
         flags = (*to_flags(scheduler), *to_flags(pool))
         before = os.sched_getaffinity(0)
         # Children inherit the cores of the thread that starts them.
         os.sched_setaffinity(0, set(cores) or before)
         try:
-            self._child = Child(name, (*command, *flags), folder)
+            self._child = Child(
+                name,
+                (*command, *flags),
+                errors=folder / f"{name}.stderr",
+                environment=clean_environment(),
+            )
         finally:
             os.sched_setaffinity(0, before)
         self.address = ""
@@ -186,7 +195,7 @@ class Deployment:
             if not _busy(status):
                 return status
             time.sleep(SETTLE_PAUSE_SECONDS)
-        raise PartFailed(part="serve", words=f"it did not come to rest in {SETTLE_SECONDS} s")
+        raise ChildFailed("serve", f"it did not come to rest in {SETTLE_SECONDS:.0f} s")
 
     def engine_steps(self) -> int:
         """Forward passes of all engines so far, at rest.

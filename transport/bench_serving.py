@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from itertools import islice
 
 from lifecycle.events import Rejected
-from transport.bench_child import PartFailed
 from transport.bench_context import Context
 from transport.bench_parts import Deployment, PeerRun, Stream, greedy, together
 from transport.bench_stats import Figure, Target, UnusableSample, decode_rate, interleave
@@ -207,7 +206,7 @@ def colocated(context: Context) -> tuple[Figure, ...]:
     settings = context.settings
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        raise PartFailed(part="colocated", words="two cores are needed")
+        raise UnusableSample(figure="colocated", reason="two cores are needed")
     prompts = [
         [context.prompt() for _ in range(COLOCATED_REQUESTS)] for _ in range(settings.runs + 1)
     ]
