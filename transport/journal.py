@@ -206,8 +206,12 @@ class Journal:
         self._flushing_since_ns = 0
         was_low, self.room_bytes = self.low, room_bytes
         if self.low is not was_low:
-            state = "log_room_low" if self.low else "log_room_enough"
-            _log.warning(state, room_bytes=room_bytes, least=self.room_bytes_min)
+            _log.warning(
+                "log_room_changed",
+                low=self.low,
+                room_bytes=room_bytes,
+                room_bytes_min=self.room_bytes_min,
+            )
             self._on_progress()
         if result is None:
             return
