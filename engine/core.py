@@ -19,7 +19,7 @@ import attrs
 from engine.allocator import PageAllocator
 from engine.digests import Keyed
 from engine.effects import EngineEffect, Forget, Payload, Propose, Step
-from engine.holdings import Holding, Key, proposal_key
+from engine.holdings import OWED, Holding, Key, proposal_key
 from lifecycle.events import (
     Admitted,
     ByEngine,
@@ -226,7 +226,11 @@ class EngineCore(Generic[JobT]):
             by = ByEngine(self.party, self.next_number)
             attempt = state.attempt
             entry = Entry(state.request, state.sequence, attempt, by, state.time_ns, body)
-            if self.log.check(entry) is not None:
+            violation = self.log.check(entry)
+            if violation is not None and isinstance(body, OWED) and state.request in self.jobs:
+                message = f"{type(body).__name__} breaks {violation.guard}: {violation.message}"
+                self.fail(self.jobs[state.request], Failed(Cause.ENGINE_FAILED, message))
+            if violation is not None:
                 return False
         proposal = Proposal(self.party, self.next_number, state.request, state.attempt, body)
         self.outstanding[self.next_number] = proposal

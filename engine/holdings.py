@@ -1,6 +1,6 @@
 """What an engine holds for an attempt, and what makes two proposals the same one.
 
-Owns: a holding's record, and a proposal's key.
+Owns: a holding's record, a proposal's key, and which proposals an attempt needs.
 Must not know: when something is held or proposed; that is `core`'s.
 """
 
@@ -21,6 +21,12 @@ from lifecycle.events import (
 from lifecycle.ids import RequestId
 
 Key = tuple[object, ...]
+
+OWED = (Reserved, Verified, Finished)
+"""What an attempt cannot go on without, and is proposed when nothing is left to wait for.
+
+`Drained` and `Released` may have to wait, and a `Transferred` that is missing is missed by decode.
+"""
 
 
 def proposal_key(request: RequestId, attempt: int, body: Proposable) -> Key:

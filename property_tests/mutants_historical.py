@@ -13,6 +13,7 @@ from property_tests.mutants_base import Mutant, mutant
 from property_tests.mutants_decode import PARTIES, RECOVERED
 
 COVERED = "whole-before-read/covered"
+RESERVED = "whole-before-read/reserved"
 COMPARED = "read-what-was-written/verified"
 
 HISTORICAL: tuple[Mutant, ...] = (
@@ -23,10 +24,11 @@ HISTORICAL: tuple[Mutant, ...] = (
         "The admission door read another one, so a placeholder prompt of one token walked on: "
         "prefill wrote one page of many, and decode read pages that held an earlier request. "
         "Here the mark is set on a request that was cancelled while it waited, and nobody reads it.",
-        guard="one fact for rejection; the prompt's digest beside it; whole-before-read/covered",
+        guard="one fact for rejection; the prompt's digest beside it; whole-before-read/reserved "
+        "and /covered",
         rules="whole-before-read",
         oracles="isolation observed-foreign token-order replay",
-        without=(COVERED,),
+        without=(COVERED, RESERVED),
         scheduler=scheduler.WrongField,
         prefill=prefill.WritesPlaceholder,
         decode=decode.BelievesPlaceholder,

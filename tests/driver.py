@@ -110,6 +110,7 @@ class Driver:
         self.channels: dict[tuple[str, Party], deque[tuple[int, Action]]] = {}
         self.posted: Callable[[Post], Posted] = lambda _post: Posted.DONE
         self.compared: Callable[[VerifyPages, Verified], Verified | Failed] = lambda _v, good: good
+        self.counted: Callable[[Finished], Finished] = lambda good: good
         self._tags = itertools.count(1)
         self._age = itertools.count()
         self.scheduler = self._scheduler(epoch=1)
@@ -363,7 +364,8 @@ class Driver:
             )
             most = state.admitted.new_tokens_max if state.admitted else 0
             if index + 1 == most and state.phase is Phase.DECODING:
-                ended[part.request] = Finished(FinishReason.LENGTH, most, 1, b"", 1, 1, 0)
+                good = Finished(FinishReason.LENGTH, most, 1, b"", 1, 1, 0)
+                ended[part.request] = self.counted(good)
         self._obey(party, core.step_ended(step, finished=ended))
 
     def relay(

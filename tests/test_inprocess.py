@@ -170,6 +170,9 @@ def test_a_byte_that_changes_on_the_way_ends_the_request(
     assert expected is not None
     assert found is not None
     assert (expected ^ found == 1 << 17) == ("tag" in place)
+    said = [fields for name, fields in deployment.notes if name == "attempt_failed"]
+    assert [(f["request_id"], f["cause"]) for f in said] == [(request, "isolation_violation")]
+    assert client.outcome.message == said[0]["reason"]
     assert client.tokens == []
     assert other.tokens == alone(model, prompt_of(21, model), params())[0]
     assert any(isinstance(entry.event, Quarantined) for _, entry in deployment.log)
@@ -249,6 +252,7 @@ def test_a_requeued_request_goes_on_where_it_was(
     tight.settle()
     requeued = [e for _, e in tight.log if isinstance(e.event, Requeued)]
     assert any(e.event.tokens_relayed > 0 for e in requeued if isinstance(e.event, Requeued))
+    assert "attempt_failed" not in [name for name, _ in tight.notes], "want of pages is no fault"
     for (length, asked), client in zip(clients_asked, clients, strict=True):
         undisturbed = Deployment(model, tokenizer)
         expected = undisturbed.ask(prompt_of(length, model), asked)

@@ -28,7 +28,7 @@ from engine.effects import (
 )
 from engine.pool import KVPool
 from engine.prefill import PrefillCore
-from lifecycle.events import Entry, Proposal
+from lifecycle.events import Cause, Entry, Failed, Proposal
 from lifecycle.ids import GrantId, Party, RequestId
 from lifecycle.state import LIVE, Settlement
 
@@ -132,12 +132,20 @@ class Owner(Generic[CoreT]):
             match effect:
                 case Propose(proposal):
                     self._send(proposal)
+                    self._note_failure(proposal)
                 case Forget(request):
                     # The compute thread may be using what it keeps for other requests.
                     self._jobs.append(partial(self._forget_job, request))
                     self._forgotten(request)
                 case _:
                     self._perform_one(effect)
+
+    def _note_failure(self, proposal: Proposal) -> None:
+        """Say here, too, why an attempt failed; that pages are short is no fault."""
+        body = proposal.body
+        if isinstance(body, Failed) and body.cause is not Cause.OUT_OF_PAGES:
+            request, cause = proposal.request, body.cause.value
+            self.note("attempt_failed", request_id=request, cause=cause, reason=body.message)
 
     def poll(self) -> None:
         """The data plane has, or may have, something to say."""
