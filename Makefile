@@ -114,8 +114,8 @@ check: ## Lint, types and the fast tests: about a minute
 
 
 .PHONY: incident
-incident: $(INSTALL_STAMP) ## Simulate the published incident as a log, and ask the log who was exposed
-	$(say) "The incident as a log"
+incident: $(INSTALL_STAMP) $(MODEL) ## The published incident as a log, and as bytes in real engines without their guards
+	$(say) "The incident as a log and as bytes"
 	@$(BIN)/python -m examples.incident
 
 .PHONY: incident-pictures

@@ -1,10 +1,10 @@
-"""The published incident as a log, and what the verbs say about it.
+"""The published incident as a log and as bytes, and what the verbs say about it.
 
 Owns: which verbs are run, where their output lies, and the comparison with what is kept.
-Must not know: how a verb finds anything.
+Must not know: how a verb finds anything, or what a round in memory does.
 
 `python -m examples.incident` writes the log and the outputs, and exits with 1 when they are not
-what is kept in `golden`; `--update` keeps them.
+what is kept in `golden`; `--update` keeps them, and writes what was measured into the page.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import json
+import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -21,6 +23,10 @@ from transport import cli
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
+PAGE = HERE.parent.parent / "docs" / "incident.md"
+BEGIN, END = "<!-- in memory: begin -->", "<!-- in memory: end -->"
+ROUNDS = 20
+MODEL = Path(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 FIRST = Setup()
 SECOND = Setup(seed=2027, affected=0, sound=400, refused=5, cancelled=60, days=0.05)
 """Fewer requests, closer together: a late write needs a next owner."""
@@ -59,14 +65,47 @@ def told(folder: Path) -> dict[str, str]:
     return outputs
 
 
+def in_memory(folder: Path, model: Path, rounds: int) -> tuple[str, list[str]]:
+    """What is the same everywhere, and the page's lines with what was measured here."""
+    import torch
+
+    from examples.incident import memory
+
+    torch.set_num_threads(1)
+    stage = memory.Stage(model)
+    seen = [stage.round(seed) for seed in range(rounds)]
+    memory.write_log(seen[0].walk.log, folder / "in-memory.jsonl")
+    facts = memory.facts(seen)
+    shown = [one.walk for one in seen if one.walk.shown][:3]
+    lines = ["", "```", *facts, *memory.measured(seen), "```", ""]
+    lines += [f"* `{walk.secret}`: {json.dumps(walk.answer)}" for walk in shown]
+    return "\n".join(facts) + "\n", [*lines, ""]
+
+
+def put(lines: list[str], page: Path) -> None:
+    """Replace what stands between the marks."""
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after)
+
+
 def main() -> int:
     """Run everything; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.incident", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(".cache/incident"))
     parser.add_argument("--update", action="store_true", help="keep the outputs as golden")
+    parser.add_argument("--model", type=Path, default=Path(os.environ.get("CUSTODY_MODEL", MODEL)))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds in memory; 0 for none")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     outputs = told(given.folder)
+    measured: list[str] = []
+    if given.rounds:
+        facts, measured = in_memory(given.folder, given.model, given.rounds)
+        if given.rounds == ROUNDS:
+            outputs["in-memory.txt"] = facts
+            if given.update:
+                put(measured, PAGE)
     different = []
     for name, text in outputs.items():
         (given.folder / name).write_text(text)
@@ -77,6 +116,7 @@ def main() -> int:
         elif not kept.exists() or kept.read_text() != text:
             different.append(name)
     sys.stdout.write(outputs["refused-walks-on.exposures.txt"])
+    sys.stdout.write("\n".join(measured))
     sys.stdout.write(f"written to {given.folder}\n")
     for name in different:
         sys.stderr.write(f"{given.folder / name} differs from {GOLDEN / name}\n")
