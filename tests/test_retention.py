@@ -451,7 +451,7 @@ async def answer(here: Deployment) -> str:
 async def test_a_scheduler_starts_from_a_snapshot_and_says_what_is_missing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Engines come back, requests are served, and the log names where it begins."""
+    """Engines come back, requests are served, and the log, and its export, name what is missing."""
     folder = tmp_path / "log"
     async with deployment(model, store=SegmentStore(folder, segment_bytes=2000)) as first:
         old = [await answer(first) for _ in range(8)]
@@ -485,6 +485,11 @@ async def test_a_scheduler_starts_from_a_snapshot_and_says_what_is_missing(
     assert "in a snapshot" in said
     assert await anyio.to_thread.run_sync(cli.run, ("replay", str(folder), "--json")) == 5
     assert json.loads(capsys.readouterr().out)["violations"] == []
+    arguments = ("log", "export", "--log", str(folder), "--output", str(tmp_path / "export"))
+    assert await anyio.to_thread.run_sync(cli.run, arguments) == 0
+    said = capsys.readouterr().err
+    assert f"positions 1 to {begins - 1} are not in this export; a snapshot" in said
+    assert not read_log(tmp_path / "export").complete
 
 
 @pytest.mark.anyio

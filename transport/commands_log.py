@@ -224,6 +224,9 @@ def export(
     from transport.jsonlines import write_jsonlines
 
     entries, complete = _whole(scheduler=scheduler, door=door, log=log)
+    if entries and entries[0].position > 1:
+        missing = f"positions 1 to {entries[0].position - 1} are not in this export"
+        note(f"{missing}; a snapshot that stands for them stays in the log's folder")
     if output is None or is_standard(output):
         write_jsonlines(sys.stdout, entries, complete=complete)
         sys.stdout.flush()
