@@ -31,7 +31,7 @@ PINNED = {
     "two requests, four pages, abort": (23419, 37),
     "two writers, two attempts; lost, repeated, overtaken proposals": (19185, 25),
     "two requests, the scheduler crashes and loses its log's tail": (17290, 37),
-    "two requests, an engine restarts": (3404, 39),
+    "two requests, an engine restarts": (2723, 38),
     "two requests, the scheduler crashes and an engine restarts": (7192, 25),
     "two requests in turn over two writers, abort": (5368, 39),
     "abort, doubt, late writes, deadlines": (3854, 19),
