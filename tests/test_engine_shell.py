@@ -34,7 +34,14 @@ from transport.engine_shell import (
     run_engine,
 )
 from transport.fleet_client import decode_sampling
-from transport.pb import fleet_pb2, fleet_pb2_grpc, generation_pb2, generation_pb2_grpc
+from transport.pb import (
+    admin_pb2,
+    admin_pb2_grpc,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
 from transport.scheduler_shell import run_scheduler
 from transport.settings import EngineSettings, SchedulerSettings
 from transport.stores.memory import MemoryStore
@@ -215,6 +222,25 @@ async def test_answers_are_those_of_the_model_alone(
     pages = sum(layout.pages_for_tokens(length - 1) for length in LENGTHS)
     assert posted.bytes_posted == pages * layout.page_bytes
     assert posted.prompt_tokens_computed == sum(LENGTHS) - len(LENGTHS)
+
+
+async def test_what_was_counted_is_there_when_the_answer_is(directory: Path, model: Model) -> None:
+    """Whoever asks for the status after an answer finds what was checked and moved for it.
+
+    Signs of life come later: without the counts that go ahead of the end, this would show none.
+    """
+    async with fleet(directory) as here:
+        await here.generate(prompt_of(40, model), params(1))
+        async with grpc.aio.insecure_channel(here.address) as channel:
+            admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
+            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
+        seen = {one.engine: one.ranks[0].counters for one in status.engines}
+        decode, prefill = seen["decode-0"], seen["prefill-0"]
+        counted = here.decode.shell.owner.counters()
+        assert decode.header_reads_checked == counted.header_reads_checked > 0
+        assert (decode.tokens_sampled, decode.prompt_tokens_computed) == (1, 1)
+        assert prefill.bytes_posted == here.prefill.shell.owner.counters().bytes_posted > 0
+        assert prefill.prompt_tokens_computed == 39
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -45,6 +45,7 @@ from transport.fleet_client import (
     FleetClient,
     Heard,
     decode_payload,
+    encode_cursor,
     encode_heartbeat,
     encode_inventory,
     encode_outgoing,
@@ -276,7 +277,7 @@ class EngineShell:
             self._alone_since_ns = 0
             if now - self._heartbeat_at_ns >= self._heartbeat_ns:
                 self._heartbeat_at_ns = now
-                self._client.send(encode_heartbeat(self._cursor(), self.owner.counters()))
+                self._client.send(encode_heartbeat(self.owner))
             if not self.owner.core.outstanding:
                 self._answered_at_ns = now
             elif now - self._answered_at_ns >= REPEAT_SECONDS * 1e9:
@@ -368,11 +369,8 @@ class EngineShell:
         self._hooks.saying(item, self._put)
 
     def _put(self, item: Outgoing) -> None:
-        self._client.send(encode_outgoing(item))
-
-    def _cursor(self) -> pb.Cursor:
-        core = self.owner.core
-        return pb.Cursor(epoch=core.epoch, position=core.position)
+        for message in encode_outgoing(item, self.owner):
+            self._client.send(message)
 
     def _hello(self) -> pb.Hello:
         """Who this is and where it stands, as the first item of a stream."""
@@ -392,7 +390,7 @@ class EngineShell:
             plane=memory.plane.capabilities.name,
             fence_scope=FENCE_SCOPES.encode(memory.fence_scope),
             **about_this_part(),
-            cursor=self._cursor() if core.epoch else None,
+            cursor=encode_cursor(self.owner) if core.epoch else None,
             highest_proposal=core.next_number - 1,
             model=self._settings.model,
             tokenizer=loaded.tokenizer.fingerprint,

@@ -10,7 +10,7 @@ owner sends while no stream is welcomed is dropped, because the owner repeats it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import anyio
@@ -19,9 +19,9 @@ import grpc
 
 from engine.effects import Payload
 from engine.sampler import SamplingParams
-from lifecycle.events import Proposal
+from lifecycle.events import Drained, Finished, Proposal
 from transport.codec import encode_grant, encode_pages, encode_proposal
-from transport.engine_owner import Counters, NewTokens, Outgoing, Owner
+from transport.engine_owner import NewTokens, Outgoing, Owner
 from transport.mailbox import Mailbox
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc, generation_pb2
@@ -182,11 +182,14 @@ def _is_being_cancelled() -> bool:
 # --- engine to scheduler --------------------------------------------------------------------------
 
 
-def encode_outgoing(item: Outgoing) -> pb.EngineItem:
-    """A proposal or new tokens."""
-    if isinstance(item, Proposal):
-        return pb.EngineItem(proposal=encode_proposal(item))
-    return pb.EngineItem(tokens=encode_tokens(item))
+def encode_outgoing(item: Outgoing, owner: Owner[Any]) -> Iterator[pb.EngineItem]:
+    """A proposal or new tokens; whoever hears of the end of work finds counted what it did."""
+    if not isinstance(item, Proposal):
+        yield pb.EngineItem(tokens=encode_tokens(item))
+        return
+    if isinstance(item.body, Drained | Finished):
+        yield encode_heartbeat(owner)
+    yield pb.EngineItem(proposal=encode_proposal(item))
 
 
 def encode_tokens(item: NewTokens) -> pb.TokenBatch:
@@ -206,10 +209,15 @@ def encode_tokens(item: NewTokens) -> pb.TokenBatch:
     return message
 
 
-def encode_heartbeat(cursor: pb.Cursor, counters: Counters) -> pb.EngineItem:
+def encode_heartbeat(owner: Owner[Any]) -> pb.EngineItem:
     """A sign of life; its cursor lets the scheduler forget what this engine has taken in."""
-    counted = pb.EngineCounters(**attrs.asdict(counters))
-    return pb.EngineItem(heartbeat=pb.Heartbeat(cursor=cursor, counters=counted))
+    counted = pb.EngineCounters(**attrs.asdict(owner.counters()))
+    return pb.EngineItem(heartbeat=pb.Heartbeat(cursor=encode_cursor(owner), counters=counted))
+
+
+def encode_cursor(owner: Owner[Any]) -> pb.Cursor:
+    """Up to where the engine has taken in the log of its epoch."""
+    return pb.Cursor(epoch=owner.core.epoch, position=owner.core.position)
 
 
 def encode_inventory(owner: Owner[Any], *, epoch: int) -> pb.EngineItem:
