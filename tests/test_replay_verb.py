@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.handmade import DECODE, DESTINATION, ONE, SOURCE, TWO
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_exposures import Careless, first_answered, short_handoff
 from transport import cli
+from transport.commands_forensics import opened
 from transport.jsonlines import entry_object
 
 Run = Any
@@ -161,3 +163,14 @@ def test_an_illegal_entry_of_the_fleet_changes_nothing() -> None:
     for position, entry in [*log.entries, *fleet]:
         replayer.take(position, entry)
     assert replayer.report().findings
+
+
+def test_the_collector_rests_while_a_log_is_read(two_wrong: Path) -> None:
+    """It is off inside, and afterwards as it was before, also when reading ends in an error."""
+    assert gc.isenabled()
+    with opened(two_wrong):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(KeyError), opened(two_wrong):
+        raise KeyError
+    assert gc.isenabled()

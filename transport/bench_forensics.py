@@ -58,7 +58,7 @@ from lifecycle.ids import (
 )
 from lifecycle.replay import Replayer
 from transport import codec
-from transport.forensics_read import Capture, open_capture
+from transport.forensics_read import Capture, open_capture, uncollected
 from transport.stores import frames, sealed, segment_files
 
 PREFILL = Party(EngineId("prefill-0"), 1, 0)
@@ -286,7 +286,7 @@ def measure(*, entries: int) -> dict[str, Any]:
 
 
 def _timed(folder: Path, judge: Callable[[Capture], None]) -> float:
-    with ExitStack() as stack:
+    with ExitStack() as stack, uncollected():
         began = time.process_time()
         judge(open_capture(folder, stack))
         return time.process_time() - began

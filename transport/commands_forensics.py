@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from lifecycle.ids import FLEET, RequestId
+from lifecycle.ids import RequestId
 from transport.commands_log import UnknownRequest, log_app
 from transport.commands_shared import (
     CALL,
@@ -32,10 +32,10 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.replaying import expect_known, replayed, wanted
 
 if TYPE_CHECKING:
-    from lifecycle.replay import Finding, Replayer
-    from lifecycle.tally import Tally
+    from lifecycle.replay import Replayer
     from transport.forensics_read import Capture
     from transport.settings import CallSettings
 
@@ -49,9 +49,9 @@ HASH_BYTES = 32
 @contextmanager
 def opened(log: Path) -> Iterator[Capture]:
     """The log as a stream; "-" is JSON Lines from standard input."""
-    from transport.forensics_read import open_capture, open_lines
+    from transport.forensics_read import open_capture, open_lines, uncollected
 
-    with ExitStack() as stack:
+    with ExitStack() as stack, uncollected():
         if is_standard(log):
             yield open_lines(sys.stdin.buffer)
         else:
@@ -103,13 +103,16 @@ def exposures(log: Path, /, *, reads: Switch = False, json: Json = False) -> int
 
 
 def replay(
-    file: Path,
+    file: Path | None = None,
     /,
     *,
     request: str | None = None,
     at: int | None = None,
     first: From = None,
     to: int | None = None,
+    follow: Switch = False,
+    scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
+    door: Door = CALL,
     json: Json = False,
 ) -> int:
     """Replay a log or a trace against every rule; exits 0 clean, 1 violations, 5 incomplete.
@@ -126,10 +129,25 @@ def replay(
     first
         Show only violations from this position on; everything before is replayed all the same.
     to
-        Show only violations up to this position.
+        Show only violations up to this position; with --follow, end there.
+    follow
+        Replay a running scheduler's log and go on with it, printing violations as they come.
+    scheduler
+        Address of the scheduler that is followed.
     json
-        Print one JSON document.
+        Print one JSON document; with --follow, each violation and then the document.
     """
+    for name, position in (("--at", at), ("--from", first), ("--to", to)):
+        if position is not None and position < 1:
+            raise UsageError(f"{name} {position}: positions begin at 1")
+    if follow and (file is not None or at is not None):
+        raise UsageError("--follow asks a scheduler; it takes neither a file nor --at")
+    if follow:
+        from transport.commands_follow import follow as go_on
+
+        return go_on(scheduler, door, request=request, first=first, to=to, json=json)
+    if file is None:
+        raise UsageError("name a FILE, or --follow a running scheduler")
     from transport.fuzz_files import is_trace
 
     narrowed = not (request is None and at is None and first is None and to is None)
@@ -139,9 +157,6 @@ def replay(
         if narrowed:
             raise UsageError("--request, --at, --from and --to look at logs; this is a trace")
         return replay_trace(file, json=json)
-    for name, position in (("--at", at), ("--from", first), ("--to", to)):
-        if position is not None and position < 1:
-            raise UsageError(f"{name} {position}: positions begin at 1")
     from lifecycle.replay import Replayer
     from lifecycle.tally import Tally
     from transport import replay_text
@@ -151,68 +166,38 @@ def replay(
         tally = Tally(replayer.history)
         replayed(capture, replayer, tally, at=at)
         if at is not None:
-            if json:
-                say_json(replay_text.world_object(replayer.history, replayer.position))
-            else:
-                for line in replay_text.world_lines(replayer.history, replayer.position):
-                    say(line)
+            _say_world(replayer, json=json)
             return EXIT_OK
         report = replayer.report(whole=capture.whole)
         if request is not None:
-            _known(request, replayer)
-        shown = [one for one in report.findings if _wanted(one, request, first, to)]
+            expect_known(request, replayer)
+        shown = [one for one in report.findings if wanted(one, request, first, to)]
+        state = replayer.history.requests.get(RequestId(request)) if request else None
         if json:
             document = replay_text.replay_object(capture, report, shown)
             document |= replay_text.tally_object(tally)
             if request is not None:
-                state = replayer.history.requests.get(RequestId(request))
                 document["state"] = None if state is None else replay_text.state_object(state)
             say_json(document)
         else:
             for line in replay_text.replay_lines(capture, report, shown, tally):
                 say(line)
-            state = replayer.history.requests.get(RequestId(request)) if request else None
-            if state is not None:
-                say(f"{request}: {replay_text.state_line(state)}")
-                for grant in state.grants:
-                    say(f"  {replay_text.grant_line(grant)}")
+            for line in () if state is None else replay_text.request_lines(state):
+                say(line)
     if not capture.whole:
         return EXIT_UNREADABLE
     return EXIT_FAILED if shown else EXIT_OK
 
 
-def replayed(capture: Capture, replayer: Replayer, tally: Tally, *, at: int | None = None) -> None:
-    """Replay up to a position, and count whatever was taken in."""
-    # A snapshot stands for what was dropped.
-    gaps = 0 if capture.snapshot is None else len(capture.missing)
-    for position, entry in capture:
-        if at is not None and position > at:
-            return
-        if len(capture.missing) + len(capture.unknown) > gaps:
-            # What is missing made others' entries illegal: take them in as they stand.
-            gaps = len(capture.missing) + len(capture.unknown)
-            replayer.forcing = True
-        legal = replayer.take(position, entry) is None
-        if legal or (replayer.forcing and entry.request != FLEET):
-            tally.note(entry)
+def _say_world(replayer: Replayer, *, json: bool) -> None:
+    """Everything as it is behind the replayed position."""
+    from transport import replay_text
 
-
-def _wanted(finding: Finding, request: str | None, first: int | None, to: int | None) -> bool:
-    return (
-        (request is None or finding.violation.request == request)
-        and (first is None or finding.position >= first)
-        and (to is None or finding.position <= to)
-    )
-
-
-def _known(request: str, replayer: Replayer) -> None:
-    """Raises `UnknownRequest` with ids that look like it."""
-    known = replayer.history.requests
-    if request in known or RequestId(request) in replayer.findings:
+    if json:
+        say_json(replay_text.world_object(replayer.history, replayer.position))
         return
-    from difflib import get_close_matches
-
-    raise UnknownRequest(request, get_close_matches(request, list(known), n=3))
+    for line in replay_text.world_lines(replayer.history, replayer.position):
+        say(line)
 
 
 def explain(

@@ -65,8 +65,9 @@ def _of_log(file: Path) -> tuple[str, int]:
     """The metrics of a log, and the exit code that `replay` would give it."""
     from lifecycle.replay import Replayer
     from lifecycle.tally import Tally
-    from transport.commands_forensics import opened, replayed
+    from transport.commands_forensics import opened
     from transport.metrics_text import exposition
+    from transport.replaying import replayed
 
     with opened(file) as capture:
         replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)

@@ -22,7 +22,6 @@ from lifecycle.tally import Tally
 from transport import render
 from transport.child import Child, ChildFailed
 from transport.client import Client, Refused, Unreachable
-from transport.commands_forensics import replayed
 from transport.commands_shared import EXIT_FAILED, EXIT_OK, UsageError, complain, note
 from transport.demo_story import Differs, Story
 from transport.forensics_read import open_capture
@@ -36,6 +35,7 @@ from transport.pb.generation_pb2 import (
     TokenIds,
 )
 from transport.replay_text import replay_lines
+from transport.replaying import replayed
 
 KV_MEMORY = "64MiB"
 QUESTION = "What is the capital of France?"

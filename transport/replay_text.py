@@ -145,7 +145,7 @@ def replay_object(capture: Capture, report: Report, shown: Sequence[Finding]) ->
         "notes": capture.notes,
         "by_rule": dict(report.by_rule),
         "uncompared": report.uncompared,
-        "violations": [_finding_object(finding) for finding in shown],
+        "violations": [finding_object(finding) for finding in shown],
     }
 
 
@@ -161,7 +161,8 @@ def tally_object(tally: Tally) -> dict[str, Any]:
     }
 
 
-def _finding_object(finding: Finding) -> dict[str, Any]:
+def finding_object(finding: Finding) -> dict[str, Any]:
+    """One violation as an object."""
     violation = finding.violation
     return {
         "position": finding.position,
@@ -237,3 +238,9 @@ def world_object(history: History, position: int) -> dict[str, Any]:
             if state.phase in OPEN or state.unsettled
         ],
     }
+
+
+def request_lines(state: RequestState) -> Iterator[str]:
+    """One request at the end of a replay, and its grants."""
+    yield f"{state.request}: {state_line(state)}"
+    yield from (f"  {grant_line(grant)}" for grant in state.grants)
