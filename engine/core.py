@@ -14,12 +14,10 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Generic, Self, TypeVar
 
-import attrs
-
 from engine.allocator import PageAllocator
 from engine.digests import Keyed
 from engine.effects import EngineEffect, Forget, Payload, Propose, Step
-from engine.holdings import OWED, Holding, Key, proposal_key
+from engine.holdings import OWED, Holding, Job, Key, proposal_key
 from lifecycle.events import (
     Admitted,
     ByEngine,
@@ -52,16 +50,6 @@ class LogDivergedError(RuntimeError):
         self.rule = rule
 
 
-@attrs.define
-class Job:
-    """What an engine has done for one attempt; everything else is in its copy of the log."""
-
-    request: RequestId
-    attempt: int
-    payload: Payload
-    failed: bool = False
-
-
 JobT = TypeVar("JobT", bound=Job)
 
 
@@ -70,6 +58,8 @@ class EngineCore(Generic[JobT]):
 
     purpose: Purpose
     """What this engine's first grant of an attempt is for."""
+    outstanding_max = PROPOSALS_OUTSTANDING_MAX
+    """How many proposals wait for an answer; a failure, at most one a job, comes on top of them."""
 
     def __init__(
         self,
@@ -175,6 +165,7 @@ class EngineCore(Generic[JobT]):
 
     def answer(self, number: int, position: int, rule: str = "") -> list[EngineEffect]:
         """Take in the answer to a proposal; a dropped one means that the world has moved on."""
+        full = self._full()
         proposal = self.outstanding.pop(number, None)
         if proposal is None:
             return []
@@ -185,7 +176,8 @@ class EngineCore(Generic[JobT]):
         elif position == 0:
             self.refused[key] = self.log.state(proposal.request).sequence
             self._dropped(proposal, rule)
-        return self.advance_all(proposal.request)
+        # Anybody's proposal may have had to wait for room among them.
+        return self.advance_all() if full else self.advance_all(proposal.request)
 
     def inventory(self) -> tuple[tuple[GrantId, ...], int]:
         """Grants held, and the highest proposal number used."""
@@ -220,9 +212,9 @@ class EngineCore(Generic[JobT]):
             return False
         if self.refused.get(key) == state.sequence:
             return False
-        if len(self.outstanding) >= PROPOSALS_OUTSTANDING_MAX:
-            return False
         if not isinstance(body, Failed):
+            if self._full():
+                return False
             by = ByEngine(self.party, self.next_number)
             attempt = state.attempt
             entry = Entry(state.request, state.sequence, attempt, by, state.time_ns, body)
@@ -238,6 +230,9 @@ class EngineCore(Generic[JobT]):
         self.next_number += 1
         self.effects.append(Propose(proposal))
         return True
+
+    def _full(self) -> bool:
+        return len(self.outstanding) >= self.outstanding_max
 
     def is_live(self, job: Job) -> bool:
         """Whether this job's attempt is running in the copy."""

@@ -14,7 +14,7 @@ from typing import Self
 
 import attrs
 
-from engine.core import PROPOSALS_OUTSTANDING_MAX, EngineCore, Job
+from engine.core import EngineCore
 from engine.digests import Keyed
 from engine.effects import (
     DecodeSlice,
@@ -26,7 +26,7 @@ from engine.effects import (
     Step,
     VerifyPages,
 )
-from engine.holdings import proposal_key
+from engine.holdings import Job, proposal_key
 from lifecycle.events import (
     Cause,
     Drained,
@@ -204,9 +204,6 @@ class DecodeCore(EngineCore[DecodeJob]):
                 continue
             job.given += 1
             job.finished = (finished or {}).get(part.request)
-        if len(self.outstanding) >= PROPOSALS_OUTSTANDING_MAX // 2:
-            # Somebody's proposal may have had to wait for room among them.
-            return self.advance_all()
         names = [part.request for part in step.slices if self._asks(part.request)]
         return self.advance_all(*(names or self.waiting)) if names or self.waiting else []
 

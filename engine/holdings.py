@@ -1,6 +1,6 @@
 """What an engine holds for an attempt, and what makes two proposals the same one.
 
-Owns: a holding's record, a proposal's key, and which proposals an attempt needs.
+Owns: a holding's record, a job's, a proposal's key, and which proposals an attempt needs.
 Must not know: when something is held or proposed; that is `core`'s.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import attrs
 
+from engine.effects import Payload
 from lifecycle.events import (
     Drained,
     Failed,
@@ -46,6 +47,16 @@ def proposal_key(request: RequestId, attempt: int, body: Proposable) -> Key:
             return (request, "finished", attempt)
         case Failed():
             return (request, "failed", attempt, body.cause)
+
+
+@attrs.define
+class Job:
+    """What an engine has done for one attempt; everything else is in its copy of the log."""
+
+    request: RequestId
+    attempt: int
+    payload: Payload
+    failed: bool = False
 
 
 @attrs.frozen

@@ -17,9 +17,10 @@ from typing import Self
 import attrs
 
 from engine.allocator import PageAllocator
-from engine.core import EngineCore, Job
+from engine.core import EngineCore
 from engine.digests import Keyed
 from engine.effects import EngineEffect, Payload, Post, PrefillSlice, Step
+from engine.holdings import Job
 from lifecycle.events import (
     Cause,
     Drained,

@@ -165,13 +165,53 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "last tokens": attrs.evolve(
             focus(), asked=(Asked(2, 9), Asked(3, 4), Asked(2, 9)), decode_pages=7, growth_tokens=2
         ),
+        "forgeries": attrs.evolve(
+            focus(forge=30),
+            asked=(Asked(2, 9), Asked(3, 4), Asked(2, 9)),
+            decode_pages=7,
+            growth_tokens=2,
+        ),
+        "large and small": attrs.evolve(
+            focus(),
+            asked=(Asked(2, 9), Asked(2, 9), Asked(3, 14)),
+            prefill_pages=6,
+            decode_pages=15,
+            growth_tokens=2,
+        ),
+        "slow growth": attrs.evolve(
+            focus(overdue=6, step_fails=3),
+            asked=(Asked(2, 9),) * 3,
+            page_tokens=1,
+            prefill_pages=20,
+            decode_pages=13,
+            growth_tokens=1,
+            attempts_max=4,
+            slow=frozenset({"step-end"}),
+        ),
+        "left writers": attrs.evolve(
+            focus(cancel=3, declare_lost=2, restart=2),
+            asked=(Asked(4, 1),) * 2,
+            placing=True,
+            slow=frozenset({"land", "up"}),
+        ),
+        "few proposals": attrs.evolve(
+            CROWDED, outstanding_max=2, faults={**FAULTS, "garble": 2}, attempts_max=4
+        ),
+        "strangers": attrs.evolve(
+            focus(fail=2, declare_lost=2, restart=1, garble=2),
+            asked=(Asked(3, 2),) * 4,
+            prefills=2,
+            decodes=2,
+            ranks=1,
+            attempts_max=4,
+        ),
         "torn logs": attrs.evolve(
             focus(torn=3, late=2, tick=2, cancel=2, declare_lost=1, echo=2),
             asked=(Asked(3, 2),) * 5,
             slow=frozenset({"flush"}),
         ),
         "slow steps": attrs.evolve(
-            focus(tick=6, step_fails=3, fail=2, declare_lost=1, forge=2),
+            focus(overdue=8, step_fails=6, fail=6, declare_lost=2),
             asked=(Asked(3, 3),) * 3,
             attempts_max=4,
             slow=frozenset({"step-end"}),

@@ -169,6 +169,7 @@ _WRITE_SAYS = {
 _PLAIN_SAYS = {
     "tick": "time reaches the next deadline",
     "late": "time reaches the next deadline, and no timer says so",
+    "overdue": "the time to bring an ended attempt's pages home is over",
     "torn": "the machine stops in the middle of a write; a part of the log's tail is there",
     "flush": "the log becomes durable",
     "crash": "the scheduler and its machine stop; what was not durable is gone",

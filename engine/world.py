@@ -115,6 +115,10 @@ class World(Writes):
         self.now = max(self.now + 1, self.next_deadline() or 0)
         self.perform(self.scheduler.tick(self.now))
 
+    def _do_overdue(self) -> None:
+        self.now = max(self.now + 1, min(self.settle_times()))
+        self.perform(self.scheduler.tick(self.now))
+
     def _do_late(self) -> None:
         """Time passes, and the timer that should say so is late."""
         self.now = max(self.now + 1, self.next_deadline() or 0)
@@ -142,12 +146,17 @@ class World(Writes):
         line = self.scheduler.lines.get(party)
         if line is not None and message.number < line.expected:
             self.sometimes["repeated-proposal-answered"] += 1
+        fresh = line is not None and message.number == line.expected
+        known, before = fresh and self.holds(message), dict(self.scheduler.log.requests)
         effects = self.scheduler.propose(message, self.now)
+        self.judge_repeat(message, known, effects)
         dropped = Answer(party, message.number, 0, "quiet-after-end") in effects
-        said = [e.entry.event for e in effects if isinstance(e, Append)]
-        ended = any(isinstance(event, Aborted | Requeued) for event in said)
+        said = [e.entry for e in effects if isinstance(e, Append)]
+        ended = any(isinstance(entry.event, Aborted | Requeued) for entry in said)
         if isinstance(message.body, Failed) and dropped and ended:
             raise Found("dropped-though-taken", f"{message.request}: a failure that ended it")
+        if isinstance(message.body, Failed) and message.body.cause is Cause.OUT_OF_PAGES:
+            self.judge_yielding(before, message.request, said)
         self.perform(effects)
 
     def _tokens(self, party: Party, message: Tokens) -> None:
@@ -190,6 +199,8 @@ class World(Writes):
         core = self.cores[party]
         if isinstance(item, Publish):
             self.act(party, core.receive(item.position, item.entry, item.payload))
+            self.judge_guest(party, item.entry)
+            self.judge_loss(party, item.entry)
             self.scheduler.acknowledge(party, core.position)
             life = core.log.fleet.life(party.engine, party.incarnation)
             if life is not None and life.lost is not None:
@@ -333,10 +344,9 @@ class World(Writes):
     def _do_step_fails(self, party: Party) -> None:
         step, _ = self.steps.pop(party)
         failed = {s.request: Failed(Cause.ENGINE_FAILED, "injected") for s in step.slices}
-        if party in self.prefill_parties():
-            self.act(party, self.prefill(party).step_ended(step, failed))
-        else:
-            self.act(party, self.decode(party).step_ended(step, failed=failed))
+        effects = self.cores[party].step_ended(step, failed=failed)
+        self.judge_failures(party, step, effects)
+        self.act(party, effects)
 
     def _over(self, party: Party, request: RequestId, attempt: int) -> bool:
         state = self.cores[party].log.state(request)

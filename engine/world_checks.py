@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Self
 
+from engine.world_conduct import Conduct
 from engine.world_memory import numbers
-from engine.world_shells import PREFILLS, Shells
+from engine.world_shells import PREFILLS
 from engine.world_values import EYES, Action, Found
 from lifecycle.events import Aborted, Finished, Rejected
 from lifecycle.history import History
@@ -20,7 +21,7 @@ from lifecycle.state import LIVE, OPEN, Phase, Settlement
 CALM_STEPS_MAX = 2_000
 
 
-class Checks(Shells):
+class Checks(Conduct):
     """A world's oracles beside its memory."""
 
     def prefill_parties(self) -> tuple[Party, ...]:

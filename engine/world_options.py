@@ -137,6 +137,8 @@ class Options(Keyed):
             )
         if self.next_deadline() is not None:
             out.extend((f,) for f in ("tick", "late") if self._may(f))
+        if self._may("overdue") and self.settle_times():
+            out.append(("overdue",))
         out.extend((f,) for f in ("crash", "process-crash") if self._may(f))
         if self._may("torn") and len(self.stored) - self.durable > 1:
             out.append(("torn",))
@@ -163,11 +165,15 @@ class Options(Keyed):
     def next_deadline(self) -> int | None:
         """The first moment at which time alone changes something."""
         times = [p.wanted.deadline_ns for p in self.scheduler.queue.waiting()]
-        for state in self.scheduler.log.requests.values():
-            if state.phase in OPEN:
-                times.append(state.deadline_ns)
-            if state.settle_by_ns and any(
-                state.phase not in LIVE or g.attempt < state.attempt for g in state.unsettled
-            ):
-                times.append(state.settle_by_ns)
-        return min(times, default=None)
+        states = self.scheduler.log.requests.values()
+        times.extend(state.deadline_ns for state in states if state.phase in OPEN)
+        return min(times + self.settle_times(), default=None)
+
+    def settle_times(self) -> list[int]:
+        """When the pages of attempts that are over must be home."""
+        return [
+            state.settle_by_ns
+            for state in self.scheduler.log.requests.values()
+            if state.settle_by_ns
+            and any(state.phase not in LIVE or g.attempt < state.attempt for g in state.unsettled)
+        ]

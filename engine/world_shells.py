@@ -169,6 +169,11 @@ class Shells:
             self.connect(party)
 
     def _core(self, party: Party) -> Core:
+        core = self._new_core(party)
+        core.outstanding_max = self.scenario.outstanding_max
+        return core
+
+    def _new_core(self, party: Party) -> Core:
         scenario, mint = self.scenario, self.mints[party]
         if party.engine in PREFILLS:
             return scenario.prefill(
@@ -295,7 +300,8 @@ class Shells:
         if len({life.attached.role for life in fleet.alive()}) > 1:
             raise Found("failed-for-nothing", f"{entry.request}: no engine, though they are there")
         waited = self.now - max(client.since_ns, fleet.time_ns)
-        if self.now > client.since_ns and waited < self.scenario.engine_wait_ns:
+        limit = self.scenario.engine_wait_ns
+        if self.now > client.since_ns and (not limit or waited < limit):
             raise Found("failed-for-nothing", f"{entry.request} waited {waited} ns for an engine")
 
     def settle_durable(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from engine.core import PROPOSALS_OUTSTANDING_MAX
 from engine.decode import DecodeCore
 from engine.prefill import PrefillCore
 from engine.scheduler import Scheduler
@@ -38,18 +39,24 @@ EYES: Mapping[str, str] = {
     "dropped-though-taken": "settled-once",
     "computed-before-sent": "computed-before-sent",
     "conservation": "conservation",
+    "failed-another": "current-attempt",
     "failed-for-nothing": "bounded",
     "fenced-the-living": "time-is-no-proof",
     "foreign-staging": "drained-before-released",
     "freed-but-held": "acted-after-logged",
+    "gave-way": "requeue-keeps-resources-honest",
+    "hoards": "capacity-proved",
     "id-minted-twice": "one-decision",
     "ill-formed": "one-decision",
     "isolation": "read-what-was-written",
     "leak": "conservation",
+    "left-open": "incarnation-fences",
     "never-quiet": "bounded",
+    "no-room-to-grow": "capacity-proved",
     "not-closed": "bounded",
     "observed-foreign": "read-what-was-written",
     "read-unheld": "drained-before-released",
+    "repeat-refused": "settled-once",
     "replay-differs": "unbroken-log",
     "step-on-unheld": "drained-before-released",
     "stepped-after-end": "quiet-after-end",
@@ -57,9 +64,12 @@ EYES: Mapping[str, str] = {
     "token-after-end": "quiet-after-end",
     "token-before-verified": "whole-before-read",
     "token-order": "quiet-after-end",
+    "too-many-proposals": "bounded",
     "truncated": "first-cause-wins",
     "two-owners": "one-owner",
     "unanswered": "bounded",
+    "works-on": "quiet-after-end",
+    "works-uninvited": "current-attempt",
     "wrong-prompt": "whole-before-read",
     "wrong-offset": "compatible-legs",
 }
@@ -96,6 +106,7 @@ FAULTS = (
     "garble",
     "forge",
     "late",
+    "overdue",
     "torn",
 )
 """Kinds of faults that a run has a budget for, in a fixed order."""
@@ -145,6 +156,8 @@ class Scenario:
     """Decode engines, at most two."""
     engine_wait_ns: int = 0
     """How long a request waits for engines that could hold it; 0 is for ever."""
+    outstanding_max: int = PROPOSALS_OUTSTANDING_MAX
+    """How many proposals an engine has without an answer; failures come on top of them."""
 
     @property
     def fence_scope(self) -> FenceScope:

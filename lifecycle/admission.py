@@ -154,11 +154,6 @@ def unplaceable(history: History, wanted: Submission) -> str | None:
     Pages count as they were attached, so that what others hold at the moment says nothing.
     """
     prefills, decodes = _placeable(history, Role.PREFILL), _placeable(history, Role.DECODE)
-    if not prefills or not decodes:
-        return (
-            f"{len(prefills)} prefill and {len(decodes)} decode engines take requests: "
-            "one of each is needed"
-        )
     source, total = wanted.prompt_tokens, wanted.prompt_tokens + wanted.new_tokens_max
     for p in (life.attached for life in prefills):
         for d in (life.attached for life in decodes):

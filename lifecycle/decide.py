@@ -185,11 +185,15 @@ def _fail(history: History, command: Fail) -> Iterable[Decided]:
                 yield command.request, Quarantined(grant.id, QuarantineCause.ISOLATION)
         return
     decode, counts = state.admitted.decode, dict(command.others)
-    here = [history.state(r) for r in counts if r != state.request]
-    whole = frozenset(
-        s.request for s in here if _runs_on(s, decode) and _has_all(s, counts[s.request])
+    others = [
+        s
+        for s in _running_on(history, decode.engine, decode.incarnation)
+        if s.request != state.request
+    ]
+    whole = frozenset(s.request for s in others if _has_all(s, counts.get(s.request, s.relayed)))
+    large = frozenset(
+        s.request for s in others if _outgrown(history, s, counts.get(s.request, s.relayed))
     )
-    large = frozenset(s.request for s in here if _outgrown(history, s, counts[s.request]))
     # The oldest keeps its pages, so that somebody always comes to an end.
     other = victim(history, decode.engine, decode.incarnation, whole | large)
     if other is None and (whole or _coming_home(history, decode)):
@@ -209,12 +213,19 @@ def _holds(grant: Grant, owner: Party, page: int | None) -> bool:
     )
 
 
-def _runs_on(state: RequestState, leg: Leg) -> bool:
-    """Whether that life decodes for the running attempt."""
-    if state.admitted is None or state.phase not in LIVE:
-        return False
-    decode = state.admitted.decode
-    return (decode.engine, decode.incarnation) == (leg.engine, leg.incarnation)
+def _running_on(history: History, engine: EngineId, incarnation: int) -> list[RequestState]:
+    """Whose running attempt that life decodes, oldest first: the greatest id was minted last."""
+    return sorted(
+        (
+            state
+            for state in history.requests.values()
+            if state.phase in LIVE
+            and state.admitted is not None
+            and (state.admitted.decode.engine, state.admitted.decode.incarnation)
+            == (engine, incarnation)
+        ),
+        key=lambda state: state.request,
+    )
 
 
 def _coming_home(history: History, leg: Leg) -> bool:
@@ -242,20 +253,9 @@ def victim(
 
     Never the oldest. A request in its last attempt has all its pages booked, so it asks for
     none and gives none. Those `kept` give none either: their answer is whole, or they have grown
-    too large to come back. The greatest id was minted last.
+    too large to come back.
     """
-    states = sorted(
-        (
-            state
-            for state in history.requests.values()
-            if state.phase in LIVE
-            and state.admitted is not None
-            and (state.admitted.decode.engine, state.admitted.decode.incarnation)
-            == (engine, incarnation)
-        ),
-        key=lambda state: state.request,
-    )
-    for state in reversed(states[1:]):
+    for state in reversed(_running_on(history, engine, incarnation)[1:]):
         if state.request in kept or state.admitted is None:
             continue
         if state.attempt < state.admitted.attempts_max:

@@ -11,9 +11,10 @@ at once or at what follows.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -54,6 +55,10 @@ LOGS = (
     ("deadlines", 2),
     ("slow store", 0),
 )
+TOTAL = "unbroken-log/total"
+"""The one guard that is gone only where the looks across requests are."""
+TRIES_MAX = 400
+"""How many changes are tried for each guard."""
 FOLLOWING = 12
 """How many of the entries that follow are heard when the change itself did no harm."""
 
@@ -224,31 +229,49 @@ def variants(log: list[Entry]) -> Iterator[list[Entry]]:
 
 
 class Hunter:
-    """Guards not yet caught, and by what the others were."""
+    """Guards not yet caught, and by what the others were.
 
-    def __init__(self) -> None:
-        self.caught: dict[str, str] = {}
-        self.backed: dict[str, str] = {}
-        self.tried: dict[str, int] = {}
+    Those with a backup are removed by themselves, and in one go with all that back them up.
+    """
+
+    def __init__(self, backups: Mapping[str, tuple[str, ...]]) -> None:
+        self.backups = backups
+        self.caught: dict[tuple[str, ...], str] = {}
+        self.tried: dict[tuple[str, ...], int] = {}
 
     def consider(
         self, entry: Entry, whole: History, witness: Witness, following: list[Entry]
     ) -> None:
         """Ask about one changed entry at the place that `whole` has reached."""
         violation = whole.check(entry)
-        if violation is None or violation.guard in self.caught:
+        if violation is None:
             return
         guard = violation.guard
-        tries = self.tried.get(guard, 0)
-        if tries > 400:
+        if guard == TOTAL:
+            # Engines' copies look at single requests: there the next guard is the first.
+            violation = whole._reducer.check(whole.state(entry.request), entry)
+            guard = guard if violation is None else violation.guard
+        self._try((guard,), entry, whole, witness, following)
+        if guard in self.backups:
+            self._try((guard, *self.backups[guard]), entry, whole, witness, following)
+
+    def _try(
+        self,
+        gone: tuple[str, ...],
+        entry: Entry,
+        whole: History,
+        witness: Witness,
+        following: list[Entry],
+    ) -> None:
+        tries = self.tried.get(gone, 0)
+        if gone in self.caught or tries > TRIES_MAX:
             return
-        self.tried[guard] = tries + 1
-        without = _history(guard)
+        self.tried[gone] = tries + 1
+        without = _history(gone)
         other = whole.copy()
         other._reducer, other._cross = without._reducer, without._cross
-        second = other.check(entry)
-        if second is not None:
-            self.backed.setdefault(guard, second.guard)
+        other.crossguards = TOTAL not in gone
+        if other.check(entry) is not None:
             return
         judge = copy.deepcopy(witness)
         for step in (entry, *following[:FOLLOWING]):
@@ -261,18 +284,23 @@ class Hunter:
                 judge.take(now)
             except (AssertionError, KeyError) as objection:
                 event = type(entry.event).__name__
-                self.caught[guard] = f"{event}: {objection}" if str(objection) else event
+                self.caught[gone] = f"{event}: {objection}" if str(objection) else event
                 return
 
 
 @cache
-def _history(guard: str) -> History:
-    return History(without=(guard,))
+def _history(gone: tuple[str, ...]) -> History:
+    return History(without=gone)
 
 
-def caught_by_changes() -> dict[str, str]:
-    """Guards whose removal a changed log shows, each with what was objected."""
-    hunter = Hunter()
+def caught_by_changes(
+    backups: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> dict[tuple[str, ...], str]:
+    """Guards whose removal a changed log shows, each with what was objected.
+
+    A guard of `backups` is removed alone, and once more together with those that are named.
+    """
+    hunter = Hunter(backups)
     for original in logs():
         for number, log in enumerate(variants(original)):
             _search(hunter, log, deep=number == 0)

@@ -9,6 +9,8 @@ the reducer without that guard lets in, and the whole reducer would not.
 
 A guard of the decision code is an `if` that does nothing but leave: `return`, `continue`, `break`.
 It is cut out of the syntax tree of its function, whose code is replaced in a process of its own.
+Where nobody notices, the walk is asked whether it ever came there: in place of leaving the guard
+then raises an error.
 
     python -m property_tests.guard_removal rules
     python -m property_tests.guard_removal code
@@ -23,6 +25,7 @@ import multiprocessing
 import resource
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -33,6 +36,7 @@ import attrs
 from engine.scenarios import SCENARIOS
 from lifecycle.crossguards import CROSS_GUARDS
 from lifecycle.guards import GUARDS, TABLE_PLACE
+from property_tests.guard_survivors import RULES_BACKED_UP
 from property_tests.mutants_base import hunt, mutant
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +52,7 @@ CODE = (
     "lifecycle.decide",
 )
 RULE_NAMES = (*(g.name for g in GUARDS), *(g.name for g in CROSS_GUARDS), TABLE_PLACE)
-CPU_S_MAX = 6.0
+CPU_S_MAX = 20.0
 
 
 def plain(*without: str) -> Any:
@@ -116,13 +120,17 @@ def sites() -> list[Site]:
 
 
 class _Cut(ast.NodeTransformer):
-    def __init__(self, line: int) -> None:
+    def __init__(self, line: int, *, fires: bool) -> None:
         self.line = line
+        self.fires = fires
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        if node.lineno == self.line and _is_guard(node):
+        if node.lineno != self.line or not _is_guard(node):
+            return self.generic_visit(node)
+        if not self.fires:
             return ast.copy_location(ast.Pass(), node)
-        return self.generic_visit(node)
+        alarm = ast.parse("raise AssertionError('a guard fired')").body
+        return ast.copy_location(ast.If(node.test, alarm, []), node)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -132,10 +140,15 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def cut(site: Site) -> None:
-    """Replace the function's code by one without the guard, in this process, for good."""
+def cut(site: Site, *, fires: bool = False) -> None:
+    """Replace the function's code by one without the guard, in this process, for good.
+
+    With `fires` it stays, and raises an error where it would have left.
+    """
     path = ROOT / (site.module.replace(".", "/") + ".py")
-    tree = ast.fix_missing_locations(_Cut(site.line).visit(ast.parse(path.read_text())))
+    tree = ast.fix_missing_locations(
+        _Cut(site.line, fires=fires).visit(ast.parse(path.read_text()))
+    )
     fresh = compile(tree, str(path), "exec", dont_inherit=True)
     code = next(c for c in _codes(fresh) if c.co_qualname == site.function)
     target: Any = importlib.import_module(site.module)
@@ -146,11 +159,13 @@ def cut(site: Site) -> None:
     target.__code__ = code
 
 
-def _walk_without(site: Site | None, name: str, cpu_s: float, runs: int, out: Any) -> None:
+def _walk_without(
+    site: Site | None, name: str, *, cpu_s: float, runs: int, fires: bool, out: Any
+) -> None:
     # Code without a guard may never return; processor time, so that a loaded machine is no reason.
     resource.setrlimit(resource.RLIMIT_CPU, (int(5 * cpu_s), int(5 * cpu_s) + 1))
     if site is not None:
-        cut(site)
+        cut(site, fires=fires)
     try:
         crippled = plain(*([name] if name else []))
         result = hunt(crippled, runs=runs, cpu_s_max=cpu_s, scenarios=SCENARIOS)
@@ -162,12 +177,21 @@ def _walk_without(site: Site | None, name: str, cpu_s: float, runs: int, out: An
 
 
 def walk_without(
-    site: Site | None = None, name: str = "", *, cpu_s: float = CPU_S_MAX, runs: int = 5_000
+    site: Site | None = None,
+    name: str = "",
+    *,
+    cpu_s: float = CPU_S_MAX,
+    runs: int = 5_000,
+    fires: bool = False,
 ) -> str:
-    """What the walk finds in a process of its own; empty when nothing."""
+    """What the walk finds in a process of its own; empty when nothing.
+
+    With `fires` nothing is removed: it finds out whether it comes to where that guard leaves.
+    """
     context = multiprocessing.get_context("fork")
     out = context.SimpleQueue()
-    child = context.Process(target=_walk_without, args=(site, name, cpu_s, runs, out))
+    settings = {"cpu_s": cpu_s, "runs": runs, "fires": fires, "out": out}
+    child = context.Process(target=_walk_without, args=(site, name), kwargs=settings)
     child.start()
     child.join()
     if child.exitcode == -signal.SIGXCPU:
@@ -180,15 +204,23 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["rules"]:
         from property_tests.changed_logs import caught_by_changes
 
-        by_changes = caught_by_changes()
+        by_changes = caught_by_changes(RULES_BACKED_UP)
         for name in RULE_NAMES:
-            row = {"guard": name, "changes": by_changes.get(name, ""), "walk": ""}
+            row = {"guard": name, "changes": by_changes.get((name,), ""), "walk": ""}
             if not row["changes"]:
                 row["walk"] = walk_without(name=name)
+            if name in RULES_BACKED_UP:
+                row["with"] = ", ".join(RULES_BACKED_UP[name])
+                row["together"] = by_changes.get((name, *RULES_BACKED_UP[name]), "")
             print(json.dumps(row), flush=True)
         return 0
+    total: Counter[str] = Counter()
     for site in sites():
-        print(json.dumps({"guard": site.name, "walk": walk_without(site)}), flush=True)
+        found = walk_without(site)
+        fate = "caught" if found else "missed" if walk_without(site, fires=True) else "unreached"
+        total[fate] += 1
+        print(json.dumps({"guard": site.name, "walk": found, "fate": fate}), flush=True)
+    print(json.dumps(total))
     return 0
 
 

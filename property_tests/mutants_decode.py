@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.core import EngineCore, Job
+from engine.core import EngineCore
 from engine.decode import DecodeCore, DecodeJob
 from engine.effects import Propose, VerifyPages
-from engine.holdings import proposal_key
+from engine.holdings import Job, proposal_key
 from lifecycle.events import (
     Aborted,
     Admitted,

@@ -11,8 +11,8 @@ from typing import Any
 
 import attrs
 
-from engine.core import Job
 from engine.effects import EngineEffect
+from engine.holdings import Job
 from engine.prefill import Posted, PrefillCore, PrefillJob
 from lifecycle.events import Aborted, Admitted, Drained, Proof, Purpose
 from lifecycle.ids import GrantId

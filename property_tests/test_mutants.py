@@ -13,8 +13,14 @@ from lifecycle.guards import GUARDS, TABLE_PLACE
 from lifecycle.rules import RULES
 from property_tests.bug_pages import stale, trace_path
 from property_tests.changed_logs import caught_by_changes
-from property_tests.guard_removal import RULE_NAMES, sites, walk_without
-from property_tests.guard_survivors import CODE_SURVIVORS, RULES_BACKED_UP, reason
+from property_tests.guard_removal import RULE_NAMES, Site, sites, walk_without
+from property_tests.guard_survivors import (
+    CODE_HARMLESS,
+    CODE_UNREACHED,
+    RULES_BACKED_UP,
+    harmless,
+    unreached,
+)
 from property_tests.mutants import BY_NAME, CANARY, HARMLESS, MUTANTS, WORLDS, Mutant, hunt
 
 QUICK_RUNS = 60
@@ -125,16 +131,46 @@ def test_the_number_of_worlds_shares_nothing_with_the_modes_of_seeds() -> None:
 
 
 def test_a_changed_log_shows_every_rule_guard_that_is_not_backed_up() -> None:
-    """A reducer without a guard accepts something to which a second model objects."""
-    caught = caught_by_changes()
-    missed = {name for name in RULE_NAMES if name not in caught}
+    """A reducer without a guard accepts something to which a second model objects.
+
+    A guard that others back up is missed as soon as these are gone as well.
+    """
+    caught = caught_by_changes(RULES_BACKED_UP)
+    missed = {name for name in RULE_NAMES if (name,) not in caught}
     assert missed == set(RULES_BACKED_UP)
+    together = {(name, *others) for name, others in RULES_BACKED_UP.items()}
+    assert together <= set(caught)
 
 
 def test_survivors_are_guards_that_exist() -> None:
     """No reason is kept for a guard that is gone."""
-    explained = {reason(site.name) for site in sites()}
-    assert set(CODE_SURVIVORS.values()) <= explained
+    explained = {unreached(site.name) for site in sites()}
+    explained |= {harmless(site.name) for site in sites()}
+    assert {*CODE_UNREACHED.values(), *CODE_HARMLESS.values()} <= explained
+
+
+UNREACHED = [site for site in sites() if unreached(site.name)]
+
+
+@pytest.mark.parametrize("site", UNREACHED, ids=lambda site: site.function)
+def test_no_walk_comes_to_a_guard_that_is_called_unreachable(site: Site) -> None:
+    """Nothing could notice its removal: in a walk through all scenarios it never leaves."""
+    assert not walk_without(site, runs=3 * len(SCENARIOS), fires=True)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("site", UNREACHED, ids=lambda site: site.function)
+def test_no_long_walk_comes_there_either(site: Site) -> None:
+    """The same for as long as its removal is hunted."""
+    assert not walk_without(site, fires=True)
+
+
+def test_a_walk_that_comes_to_a_guard_says_so() -> None:
+    """The alarm in place of a guard is heard."""
+    site = next(site for site in sites() if "Scheduler._seen: if request == FLEET" in site.name)
+    assert walk_without(site, runs=3, fires=True) == "AssertionError"
 
 
 SAMPLE = ("EngineCore._take_back: if self.touched", "Scheduler._seen: if request == FLEET")

@@ -41,7 +41,7 @@ def test_a_requeued_request_without_an_engine_ends_by_that_name() -> None:
     outcome = driver.outcomes[request]
     assert isinstance(outcome, Aborted)
     assert outcome.cause is Cause.NO_ENGINE
-    assert "1 prefill and 0 decode engines take requests" in outcome.message
+    assert "1 prefill and 0 decode engines that take requests" in outcome.message
     driver.run()
     assert driver.scheduler.idle
     assert replay(driver.log).clean

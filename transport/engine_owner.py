@@ -17,7 +17,6 @@ from typing import Generic, TypeVar
 import attrs
 
 from engine.core import EngineCore
-from engine.core import Job as CoreJob
 from engine.dataplane import DataPlane
 from engine.decode import DecodeCore
 from engine.effects import (
@@ -26,6 +25,7 @@ from engine.effects import (
     Payload,
     Propose,
 )
+from engine.holdings import Job as CoreJob
 from engine.pool import KVPool
 from engine.prefill import PrefillCore
 from lifecycle.events import Cause, Entry, Failed, Proposal
