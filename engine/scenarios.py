@@ -206,7 +206,7 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             attempts_max=4,
         ),
         "torn logs": attrs.evolve(
-            focus(torn=3, late=2, tick=2, cancel=2, declare_lost=1, echo=2),
+            focus(torn=6, restart=3, declare_lost=3, late=2, tick=2, cancel=2, echo=2),
             asked=(Asked(3, 2),) * 5,
             slow=frozenset({"flush"}),
         ),
