@@ -108,7 +108,7 @@ def _numbers(ledger: Ledger, leg: Leg) -> tuple[int, int]:
     accounts = [ledger[p] for p in leg.parties() if p in ledger]
     if len(accounts) != leg.ranks:
         return 0, 0
-    return min(a.usable_pages for a in accounts), min(a.free_pages for a in accounts)
+    return min([a.usable_pages for a in accounts]), min([a.free_pages for a in accounts])
 
 
 def _legs_counted(view: View, _state: RequestState, _entry: Entry, event: Admitted) -> str | None:
@@ -143,10 +143,11 @@ def _in_pool(view: View, _state: RequestState, _entry: Entry, event: Reserved) -
     account = view.ledger.get(event.grant.owner)
     if account is None:
         return f"{event.grant.owner} has no pool"
-    top = max(r.stop for r in event.pages)
+    top = max([r.stop for r in event.pages])
     if top > account.capacity:
         return f"page {top - 1} is outside a pool of {account.capacity}"
-    if mask_of(event.pages).bit_count() != count_pages(event.pages):
+    # A single range names no page twice.
+    if len(event.pages) > 1 and mask_of(event.pages).bit_count() != count_pages(event.pages):
         return "a page is granted twice in one grant"
     return None
 
@@ -155,7 +156,10 @@ def _one_owner(view: View, _state: RequestState, _entry: Entry, event: Reserved)
     account = view.ledger.get(event.grant.owner)
     if account is None:
         return None
-    taken = mask_of(event.pages) & (account.held | account.quarantined)
+    mask = mask_of(event.pages)
+    taken = mask & account.held
+    if account.quarantined:
+        taken |= mask & account.quarantined
     if taken:
         page = (taken & -taken).bit_length() - 1
         return f"page {page} of {event.grant.owner} is held or in quarantine"

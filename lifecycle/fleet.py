@@ -55,7 +55,7 @@ class FleetState:
     def life(self, engine: EngineId, incarnation: int) -> Life | None:
         """That life, if it is the newest or was remembered."""
         for name, life in self.lives:
-            if name == engine and life.attached.incarnation == incarnation:
+            if life.attached.incarnation == incarnation and name == engine:
                 return life
         return None
 

@@ -18,14 +18,19 @@ from lifecycle.events import (
     Released,
     Verified,
 )
-from lifecycle.ids import count_pages
+from lifecycle.ids import TokenRange, count_pages
 from lifecycle.state import Grant, Phase, RequestState, Settlement
+
+
+def _start_stop(tokens: TokenRange) -> tuple[int, int]:
+    return tokens.start, tokens.stop
 
 
 def _covered(grant: Grant, prompt_tokens: int) -> str | None:
     """Say what is missing of tokens 0 to n-2 in one destination grant."""
     reached = 0
-    for tokens in sorted(w.transfer.tokens for w in grant.written):
+    ranges = [w.transfer.tokens for w in grant.written]
+    for tokens in sorted(ranges, key=_start_stop):
         if tokens.start != reached:
             return f"{grant.id} has no tokens {reached} to {tokens.start}"
         reached = tokens.stop
@@ -77,9 +82,10 @@ def exclusive(state: RequestState, _entry: Entry, event: Verified) -> str | None
 
 
 def pages_checked(state: RequestState, _entry: Entry, event: Verified) -> str | None:
-    written = sum(
-        count_pages(w.transfer.pages) for g in state.current(Purpose.DESTINATION) for w in g.written
-    )
+    written = 0
+    for grant in state.current(Purpose.DESTINATION):
+        for one in grant.written:
+            written += count_pages(one.transfer.pages)
     if event.pages != written:
         return f"{event.pages} pages were verified of {written} written"
     if event.headers_checked < event.pages or event.digests_checked < event.pages:
@@ -93,10 +99,9 @@ def pages_checked(state: RequestState, _entry: Entry, event: Verified) -> str | 
 def reads_checked(state: RequestState, _entry: Entry, event: Finished) -> str | None:
     if event.reads_unchecked:
         return f"{event.reads_unchecked} reads went unchecked beside {event.reads_checked}"
-    held = sum(
-        count_pages(g.reserved.pages)
-        for g in state.current(Purpose.DESTINATION) + state.current(Purpose.GROWTH)
-    )
+    held = 0
+    for grant in state.current(Purpose.DESTINATION) + state.current(Purpose.GROWTH):
+        held += count_pages(grant.reserved.pages)
     if event.pages_read > held:
         return f"{event.pages_read} pages were read of {held} granted"
     return None

@@ -33,7 +33,7 @@ from lifecycle.events import (
     Verified,
 )
 from lifecycle.fleet import FleetState, reduce_fleet
-from lifecycle.ids import FLEET, Party, RequestId
+from lifecycle.ids import FLEET, RequestId, ranks_of
 from lifecycle.ledger import Account, Ledger
 from lifecycle.reducer import ALL_GUARDS, Reducer, fold
 from lifecycle.state import RequestState, Violation
@@ -68,6 +68,7 @@ class History:
             cross_by_event(g for g in CROSS_GUARDS if g.name not in gone) if gone else ALL_CROSS
         )
         self.crossguards = crossguards
+        self._view = View(self.fleet, self.ledger)
 
     def copy(self) -> History:
         """An independent copy; states are immutable, so this is shallow."""
@@ -80,6 +81,7 @@ class History:
         other._reducer = self._reducer  # noqa: SLF001 - a copy of its own class
         other._cross = self._cross  # noqa: SLF001 - a copy of its own class
         other.crossguards = self.crossguards
+        other._view = View(other.fleet, other.ledger)  # noqa: SLF001 - a copy of its own class
         return other
 
     def state(self, request: RequestId) -> RequestState:
@@ -92,8 +94,11 @@ class History:
         if entry.request == FLEET:
             result = reduce_fleet(self.fleet, entry)
             return result if isinstance(result, Violation) else None
-        state = self.state(entry.request)
-        kind = type(entry.event)
+        return self._check(self.state(entry.request), entry)
+
+    def _check(self, state: RequestState, entry: Entry) -> Violation | None:
+        event = entry.event
+        kind = type(event)
         if self.crossguards and entry.time_ns < self.time_ns:
             message = f"time {entry.time_ns} ns is before {self.time_ns} ns"
             return Violation(
@@ -102,35 +107,45 @@ class History:
         violation = self._reducer.check(state, entry)
         if violation is not None:
             return violation
-        self.evaluated += len(self._reducer.early[kind]) + len(self._reducer.late[kind]) + 1
-        if not self.crossguards:
-            return None
-        view = View(self.fleet, self.ledger)
-        for guard in self._cross[kind]:
-            self.evaluated += 1
-            message_or_none = guard.check(view, state, entry, entry.event)
-            if message_or_none is not None:
-                return Violation(
-                    guard.rule, guard.name, message_or_none, entry.request, entry.sequence
-                )
+        asked = len(self._reducer.early[kind]) + len(self._reducer.late[kind]) + 1
+        if self.crossguards:
+            view = self._view
+            if view.fleet is not self.fleet or view.ledger is not self.ledger:
+                view = self._view = View(self.fleet, self.ledger)
+            for guard in self._cross[kind]:
+                asked += 1
+                found = guard.check(view, state, entry, event)
+                if found is not None:
+                    self.evaluated += asked
+                    return Violation(guard.rule, guard.name, found, entry.request, entry.sequence)
+        self.evaluated += asked
         return None
 
     def apply(self, entry: Entry) -> Violation | None:
         """Take the entry in, or return the violation and stay as it was."""
-        violation = self.check(entry)
-        if violation is not None:
+        if entry.request == FLEET:
+            violation = self.check(entry)
+            if violation is None:
+                self.take(entry)
             return violation
-        self.take(entry)
-        return None
+        before = self.state(entry.request)
+        violation = self._check(before, entry)
+        if violation is None:
+            self._take(before, entry)
+        return violation
 
     def take(self, entry: Entry) -> None:
         """Take in an entry that was found legal, without asking again."""
-        self.time_ns = max(self.time_ns, entry.time_ns)
         if isinstance(entry.event, FLEET_EVENTS):
+            self.time_ns = max(self.time_ns, entry.time_ns)
             self._apply_fleet(entry, entry.event)
         else:
-            before = self.state(entry.request)
-            self.requests[entry.request] = fold(before, entry)
+            self._take(self.state(entry.request), entry)
+
+    def _take(self, before: RequestState, entry: Entry) -> None:
+        self.time_ns = max(self.time_ns, entry.time_ns)
+        self.requests[entry.request] = fold(before, entry)
+        if type(entry.event) not in UNACCOUNTED:
             self._account(before, entry)
 
     def _apply_fleet(self, entry: Entry, event: Event) -> None:
@@ -139,8 +154,7 @@ class History:
             raise TypeError(result.message)
         self.fleet = result
         if isinstance(event, Attached):
-            for rank in range(event.ranks):
-                party = Party(event.engine, event.incarnation, rank)
+            for party in ranks_of(event.engine, event.incarnation, event.ranks):
                 self.ledger[party] = Account(event.pages, event.slots)
         elif isinstance(event, Lost):
             for party in tuple(self.ledger):
@@ -149,8 +163,6 @@ class History:
 
     def _account(self, before: RequestState, entry: Entry) -> None:
         event = entry.event
-        if type(event) in UNACCOUNTED:
-            return
         request = entry.request
         if isinstance(event, Admitted):
             for leg in (event.prefill, event.decode):
@@ -159,13 +171,14 @@ class History:
                         self.ledger[party] = self.ledger[party].book(request, leg.pages_booked)
         elif isinstance(event, ENDING):
             for party, account in tuple(self.ledger.items()):
-                if any(name == request for name, _ in account.booked):
-                    self.ledger[party] = account.unbook(request)
+                unbooked = account.unbook(request)
+                if unbooked is not account:
+                    self.ledger[party] = unbooked
         elif isinstance(event, Reserved):
             owner = event.grant.owner
-            if owner in self.ledger:
-                account = self.ledger[owner]
-                self.ledger[owner] = account.hold(request, event.pages, event.grant.serial)
+            known = self.ledger.get(owner)
+            if known is not None:
+                self.ledger[owner] = known.hold(request, event.pages, event.grant.serial)
         elif isinstance(event, SETTLING):
             grant = before.grant(event.grant)
             owner = event.grant.owner

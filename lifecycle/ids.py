@@ -74,10 +74,19 @@ class Party:
         return f"{self.engine}/{self.incarnation}/{self.rank}"
 
 
+@lru_cache(maxsize=4096)
+def party_of(engine: EngineId, incarnation: int, rank: int) -> Party:
+    """That rank, as the one object of its name: looking it up compares no fields.
+
+    Few parties speak in a log, and each in every second entry.
+    """
+    return Party(engine, incarnation, rank)
+
+
 @lru_cache(maxsize=1024)
 def ranks_of(engine: EngineId, incarnation: int, ranks: int) -> tuple[Party, ...]:
     """Every rank of one life of an engine; asked for with every admission, so kept."""
-    return tuple(Party(engine, incarnation, rank) for rank in range(ranks))
+    return tuple(party_of(engine, incarnation, rank) for rank in range(ranks))
 
 
 @attrs.frozen(order=True, cache_hash=True)
@@ -139,7 +148,10 @@ def prefill_pages(prompt_tokens: int, page_tokens: int) -> int:
 
 def count_pages(ranges: Iterable[PageRange]) -> int:
     """How many pages the ranges hold."""
-    return sum(r.count for r in ranges)
+    count = 0
+    for r in ranges:
+        count += r.count
+    return count
 
 
 def mask_of(ranges: Iterable[PageRange]) -> int:
@@ -158,6 +170,8 @@ def slice_pages(ranges: tuple[PageRange, ...], *, start: int, stop: int) -> tupl
     if stop > count_pages(ranges):
         msg = f"logical page {stop - 1} is outside a grant of {count_pages(ranges)} pages"
         raise ValueError(msg)
+    if start <= 0 and stop == count_pages(ranges):
+        return ranges
     out: list[PageRange] = []
     logical = 0
     for r in ranges:

@@ -41,7 +41,7 @@ class Account:
     @property
     def booked_pages(self) -> int:
         """Pages promised to admitted requests and not yet reserved."""
-        return sum(pages for _, pages in self.booked)
+        return sum([pages for _, pages in self.booked])
 
     @property
     def free_pages(self) -> int:
@@ -55,21 +55,28 @@ class Account:
 
     def promised(self, request: RequestId) -> int:
         """Pages booked for that request and not yet reserved."""
-        return dict(self.booked).get(request, 0)
+        for name, pages in self.booked:
+            if name == request:
+                return pages
+        return 0
 
     def book(self, request: RequestId, pages: int) -> Account:
         """Promise pages to a request."""
         return self._with(booked=(*self.booked, (request, pages)))
 
     def unbook(self, request: RequestId) -> Account:
-        """Take back what a request was promised and did not reserve."""
-        return self._with(booked=tuple(b for b in self.booked if b[0] != request))
+        """Take back what a request was promised and did not reserve; itself if that is nothing."""
+        rest = tuple([b for b in self.booked if b[0] != request])
+        return self if len(rest) == len(self.booked) else self._with(booked=rest)
 
     def hold(self, request: RequestId, pages: tuple[PageRange, ...], serial: int) -> Account:
         """Move pages from the request's promise, then from what is free, into a grant."""
         count = count_pages(pages)
         booked = tuple(
-            (name, max(0, rest - count) if name == request else rest) for name, rest in self.booked
+            [
+                (name, max(0, rest - count)) if name == request else (name, rest)
+                for name, rest in self.booked
+            ]
         )
         return self._with(
             booked=booked, held=self.held | mask_of(pages), serial=max(self.serial, serial)
@@ -78,7 +85,8 @@ class Account:
     def free(self, pages: tuple[PageRange, ...]) -> Account:
         """Take pages back, out of a grant or out of quarantine."""
         mask = ~mask_of(pages)
-        return self._with(held=self.held & mask, quarantined=self.quarantined & mask)
+        quarantined = self.quarantined & mask if self.quarantined else 0
+        return self._with(held=self.held & mask, quarantined=quarantined)
 
     def quarantine(self, pages: tuple[PageRange, ...]) -> Account:
         """Move pages out of a grant and out of circulation."""

@@ -101,8 +101,9 @@ TABLE: dict[Phase, dict[type[RequestEvent], tuple[Phase, ...]]] = {
 
 def settled(grants: tuple[Grant, ...]) -> Phase:
     """Pick between ENDED and CLOSED: closed when no grant is held."""
-    if any(g.settlement is Settlement.HELD for g in grants):
-        return Phase.ENDED
+    for grant in grants:
+        if grant.settlement is Settlement.HELD:
+            return Phase.ENDED
     return Phase.CLOSED
 
 

@@ -35,8 +35,13 @@ from lifecycle.events import (
     Verified,
 )
 from lifecycle.guards import EARLY, LATE, TABLE_PLACE, Guard
-from lifecycle.phases import ENDING, TABLE, refusal, settled
-from lifecycle.state import LIVE, Grant, Phase, RequestState, Settlement, Violation, Written
+from lifecycle.phases import TABLE, refusal, settled
+from lifecycle.state import LIVE, Grant, RequestState, Settlement, Violation, Written
+
+# These are looked at once an entry, and a union of types would be made again each time.
+_OUTCOMES = (Rejected, Finished, Aborted)
+_ENDS = frozenset({Finished, Aborted, Requeued})
+_ON_GRANTS = frozenset({Reserved, Transferred, Drained, Released, Quarantined})
 
 
 def guards_by_event(guards: Iterable[Guard]) -> dict[type[Event], tuple[Guard, ...]]:
@@ -67,11 +72,12 @@ class Reducer:
         """Say which rule the entry would break, or None."""
         event = entry.event
         kind = type(event)
-        if kind not in self.early:
+        early = self.early.get(kind)
+        if early is None:
             return _violation(
                 "one-decision", TABLE_PLACE, f"{kind.__name__} is no event of a request", entry
             )
-        for guard in self.early[kind]:
+        for guard in early:
             message = guard.check(state, entry, event)
             if message is not None:
                 return _violation(guard.rule, guard.name, message, entry)
@@ -100,13 +106,6 @@ ALL_GUARDS = Reducer.without()
 def reduce(state: RequestState, entry: Entry) -> RequestState | Violation:
     """Return the state after the entry under every guard, or the violation."""
     return ALL_GUARDS.reduce(state, entry)
-
-
-def _next_phase(state: RequestState, kind: type[RequestEvent], grants: tuple[Grant, ...]) -> Phase:
-    options = TABLE[state.phase].get(kind)
-    if options is None:
-        return state.phase
-    return settled(grants) if options == ENDING else options[0]
 
 
 def _replace(grants: tuple[Grant, ...], old: Grant, changed: Grant) -> tuple[Grant, ...]:
@@ -168,30 +167,35 @@ def fold(state: RequestState, entry: Entry) -> RequestState:
     if not isinstance(event, REQUEST_EVENTS):
         msg = f"{type(event).__name__} is no event of a request"
         raise TypeError(msg)
-    grants = _grants(state, entry, event)
+    kind = type(event)
+    grants = _grants(state, entry, event) if kind in _ON_GRANTS else state.grants
     attempt = state.attempt
     first, admitted, outcome = state.first, state.admitted, state.outcome
     deadline, settle_by, relayed = state.deadline_ns, state.settle_by_ns, state.relayed
     if isinstance(event, Admitted):
         attempt, admitted, deadline, settle_by = entry.attempt, event, event.deadline_ns, 0
         first = first or event
-    elif isinstance(event, Rejected | Finished | Aborted):
+    elif isinstance(event, _OUTCOMES):
         outcome = event
     elif isinstance(event, Requeued):
         relayed = event.tokens_relayed
-    if state.phase in LIVE and isinstance(event, Finished | Aborted | Requeued) and admitted:
+    if kind in _ENDS and state.phase in LIVE and admitted:
         settle_by = entry.time_ns + admitted.settle_ns
+    options = TABLE[state.phase].get(kind)
+    phase = state.phase
+    if options is not None:
+        phase = options[0] if len(options) == 1 else settled(grants)
     return RequestState(
-        request=entry.request,
-        phase=_next_phase(state, type(event), grants),
-        sequence=state.sequence + 1,
-        attempt=attempt,
-        time_ns=entry.time_ns,
-        deadline_ns=deadline,
-        settle_by_ns=settle_by,
-        first=first,
-        admitted=admitted,
-        grants=grants,
-        outcome=outcome,
-        relayed=relayed,
+        entry.request,
+        phase,
+        state.sequence + 1,
+        attempt,
+        entry.time_ns,
+        deadline,
+        settle_by,
+        first,
+        admitted,
+        grants,
+        outcome,
+        relayed,
     )

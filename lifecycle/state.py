@@ -80,7 +80,8 @@ class Grant:
     @property
     def undrained(self) -> tuple[Party, ...]:
         """Parties that may still write."""
-        return tuple(p for p in self.reserved.parties if p not in self.drained)
+        drained = self.drained
+        return tuple([p for p in self.reserved.parties if p not in drained])
 
 
 @attrs.frozen
@@ -117,8 +118,9 @@ class RequestState:
 
     def current(self, purpose: Purpose) -> tuple[Grant, ...]:
         """This attempt's grants for that purpose, in the order of their reservation."""
+        attempt = self.attempt
         return tuple(
-            g for g in self.grants if g.attempt == self.attempt and g.reserved.purpose is purpose
+            [g for g in self.grants if g.attempt == attempt and g.reserved.purpose is purpose]
         )
 
     @property

@@ -15,7 +15,17 @@ from lifecycle.events import (
     Purpose,
     Resumed,
 )
-from lifecycle.ids import PageRange, Party, TokenRange, pages_for, prefill_pages, slice_pages
+from lifecycle.ids import (
+    EngineId,
+    PageRange,
+    Party,
+    TokenRange,
+    pages_for,
+    party_of,
+    prefill_pages,
+    ranks_of,
+    slice_pages,
+)
 from lifecycle.rules import RULES
 from tests import handmade as hand
 
@@ -87,3 +97,13 @@ def test_every_rule_is_a_sentence() -> None:
         assert rule.sentence[0].isupper()
         assert rule.sentence.endswith(".")
         assert len(set(rule.reports)) == len(rule.reports)
+
+
+def test_a_party_is_one_object_and_still_compared_by_value() -> None:
+    """Who is decoded or listed is the same object; who is made elsewhere is equal to it."""
+    party = party_of(EngineId("a"), 2, 0)
+    assert party is party_of(EngineId("a"), 2, 0)
+    assert ranks_of(EngineId("a"), 2, 1)[0] is party
+    assert party == Party(EngineId("a"), 2, 0)
+    assert hash(party) == hash(Party(EngineId("a"), 2, 0))
+    assert party != party_of(EngineId("a"), 2, 1)

@@ -195,17 +195,24 @@ def encode_entry(entry: Entry) -> pb.Entry:
 
 def decode_entry(message: pb.Entry) -> Entry:
     """Raises `MalformedRecord` or `UnknownEvent`."""
-    require(message, "proposer")
-    require(message, "event")
-    event = decode_event(message.event)
+    said = message.event
+    name = said.WhichOneof("event")
+    if name is None or not message.HasField("proposer"):
+        require(message, "proposer")
+        require(message, "event")
+        raise _nothing_known("Event.event", said)
+    try:
+        event = _DECODERS[name](getattr(said, name))
+    except ValueError as error:
+        raise MalformedRecord(f"Event.{name}", str(error)) from error
     try:
         return Entry(
-            request=RequestId(message.request),
-            sequence=message.sequence,
-            attempt=message.attempt,
-            proposer=decode_proposer(message.proposer),
-            time_ns=message.time_ns,
-            event=event,
+            RequestId(message.request),
+            message.sequence,
+            message.attempt,
+            decode_proposer(message.proposer),
+            message.time_ns,
+            event,
         )
     except ValueError as error:
         raise MalformedRecord("Entry", str(error)) from error

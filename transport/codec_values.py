@@ -32,7 +32,7 @@ from lifecycle.events import (
     RejectCode,
     Role,
 )
-from lifecycle.ids import EngineId, GrantId, PageRange, Party, TokenRange
+from lifecycle.ids import EngineId, GrantId, PageRange, Party, TokenRange, party_of
 from transport.pb import lifecycle_pb2 as pb
 
 E = TypeVar("E", bound=Enum)
@@ -125,14 +125,8 @@ def encode_party(party: Party) -> pb.Party:
     return pb.Party(engine=party.engine, incarnation=party.incarnation, rank=party.rank)
 
 
-@lru_cache(maxsize=4096)
-def _party(engine: str, incarnation: int, rank: int) -> Party:
-    """Few parties speak in a log, and each in every second entry; equal ones are the same."""
-    return Party(EngineId(engine), incarnation, rank)
-
-
 def decode_party(message: pb.Party) -> Party:
-    return _party(message.engine, message.incarnation, message.rank)
+    return party_of(EngineId(message.engine), message.incarnation, message.rank)
 
 
 def encode_grant(grant: GrantId) -> pb.GrantId:
@@ -146,8 +140,11 @@ def _grant(owner: Party, serial: int) -> GrantId:
 
 
 def decode_grant(message: pb.GrantId) -> GrantId:
-    require(message, "owner")
-    return _grant(decode_party(message.owner), message.serial)
+    if not message.HasField("owner"):
+        require(message, "owner")
+    owner = message.owner
+    party = party_of(EngineId(owner.engine), owner.incarnation, owner.rank)
+    return _grant(party, message.serial)
 
 
 def encode_pages(pages: Iterable[PageRange]) -> list[pb.PageRange]:
@@ -155,7 +152,7 @@ def encode_pages(pages: Iterable[PageRange]) -> list[pb.PageRange]:
 
 
 def decode_pages(messages: Iterable[pb.PageRange]) -> tuple[PageRange, ...]:
-    return tuple(PageRange(message.first, message.count) for message in messages)
+    return tuple([PageRange(message.first, message.count) for message in messages])
 
 
 def encode_tokens(tokens: TokenRange) -> pb.TokenRange:
@@ -178,12 +175,22 @@ def encode_proposer(proposer: Proposer) -> pb.Proposer:
 def decode_proposer(message: pb.Proposer) -> Proposer:
     match message.WhichOneof("proposer"):
         case "by_engine":
-            require(message.by_engine, "party")
-            return ByEngine(decode_party(message.by_engine.party), message.by_engine.number)
+            said = message.by_engine
+            if not said.HasField("party"):
+                require(said, "party")
+            party = said.party
+            name = party_of(EngineId(party.engine), party.incarnation, party.rank)
+            return ByEngine(name, said.number)
         case "by_scheduler":
-            return ByScheduler(message.by_scheduler.epoch)
+            return _by_scheduler(message.by_scheduler.epoch)
         case None:
             raise MalformedRecord("Proposer.proposer", "is missing")
+
+
+@lru_cache(maxsize=64)
+def _by_scheduler(epoch: int) -> ByScheduler:
+    """A log has few epochs, and each speaks often."""
+    return ByScheduler(epoch)
 
 
 def encode_leg(leg: Leg) -> pb.Leg:
