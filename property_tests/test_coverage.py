@@ -56,6 +56,7 @@ AIMED = (
     focus(lie=6, cancel=2),
     SCENARIOS["two of each"],
     SCENARIOS["torn logs"],
+    SCENARIOS["slow steps"],
 )
 """Scenarios in which everything is met that can be met in a world."""
 
