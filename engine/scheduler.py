@@ -362,7 +362,7 @@ class Scheduler(Judge):
             reason = unplaceable(self.log, pending.wanted)
             if reason is None:
                 continue
-            reason = f"{reason}; it has been so for {waited_ns} ns"
+            reason = f"{reason}; it has been so for {waited_ns / 1e9:.1f} s"
             if self.log.state(pending.wanted.request).phase is Phase.NEW:
                 self._reject_waiting(pending, RejectCode.NO_ENGINE, reason)
             else:

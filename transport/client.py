@@ -49,7 +49,9 @@ class Refused(Exception):
     """The server said no: the status code's name, the reason, a sentence, and the numbers."""
 
     def __init__(self, *, code: str, reason: str, message: str, numbers: Mapping[str, str]) -> None:
-        super().__init__(f"{code} {reason}: {message}" if reason else f"{code}: {message}")
+        # Where the reason only repeats the code, one of them is enough.
+        named = f"{code} {reason}" if reason not in ("", code) else code
+        super().__init__(f"{named}: {message}")
         self.code = code
         self.reason = reason
         self.message = message

@@ -234,7 +234,13 @@ class _Deployment:
             return
         how = exit_text(child.process.returncode)
         told = f"{child.name} (process {child.process.pid}) "
-        told += f"was given up ({child.given_up})" if child.given_up else "ended unexpectedly"
+        if child.given_up:
+            told += f"was given up ({child.given_up})"
+        elif child.process.returncode == 0:
+            # An engine that was drained and told to end is on its way to a new life.
+            told += "left in order, though nobody here asked it to:"
+        else:
+            told += "ended unexpectedly"
         self._complain(f"{told} {how}")
         if self._may_start_again(child):
             await child.process.aclose()
