@@ -23,7 +23,6 @@ from lifecycle.events import (
     Drained,
     Entry,
     Finished,
-    Lost,
     Purpose,
     Quarantined,
     Rejected,
@@ -120,10 +119,8 @@ class Inquiry:
                 party = Party(event.engine, event.incarnation, rank)
                 self.pools[party] = Pool(event.page_tokens, new=self._whole)
             self.capacities[event.engine] = event.pages * event.page_tokens
-        elif isinstance(event, Lost):
-            for party in list(self.pools):
-                if (party.engine, party.incarnation) == (event.engine, event.incarnation):
-                    del self.pools[party]
+            # The memory of a life that is lost stays: who read in it is asked when the attempt ends,
+            # which is after the loss.
 
     # --- A request's events -------------------------------------------------------------------
 
@@ -148,7 +145,8 @@ class Inquiry:
             story.ended_position, story.ended_ns = position, entry.time_ns
 
     def _reserved(self, story: Story, position: int, entry: Entry, event: Reserved) -> None:
-        held = story.grants[event.grant] = Held(story, event, position)
+        held = Held(story, event, position=position, attempt=entry.attempt)
+        story.grants[event.grant] = held
         if event.purpose is Purpose.DESTINATION:
             return
         # The owner itself fills these, after this and before anybody else may.
@@ -168,7 +166,7 @@ class Inquiry:
             unseen = Reserved(
                 event.grant, Purpose.GROWTH, event.pages, event.tokens, "", tag=1, parties=()
             )
-            held = Held(story, unseen, position)
+            held = Held(story, unseen, position=position, attempt=entry.attempt)
         tokens = event.tokens
         held.used += tokens.count
         story.prefilled = max(story.prefilled, held.used)
@@ -177,11 +175,14 @@ class Inquiry:
             write = (held, position, entry.time_ns)
             for start, stop, _ in slots_of(event.pages, tokens, pool.page_tokens):
                 pool.slots.assign(start, stop, write)
-        self._look_at_source(story, tokens)
+        self._look_at_source(story, tokens, attempt=held.attempt)
 
-    def _look_at_source(self, story: Story, tokens: TokenRange) -> None:
+    def _look_at_source(self, story: Story, tokens: TokenRange, *, attempt: int) -> None:
         for grant, held in story.grants.items():
             if held.purpose is not Purpose.SOURCE or not held.released:
+                continue
+            # An earlier attempt's source was copied by that attempt alone.
+            if held.attempt != attempt:
                 continue
             pool = self.pools.get(grant.owner)
             if pool is None:
@@ -189,7 +190,7 @@ class Inquiry:
             part = TokenRange(tokens.start - tokens.start % pool.page_tokens, tokens.stop)
             for start, stop, _ in slots_of(held.pages, part, pool.page_tokens, held.tokens.start):
                 for _a, _b, write in pool.slots.runs(start, stop):
-                    if write is not None and write[0] is not held:
+                    if write is not None and write[0].story is not story:
                         story.doubts.add(Doubt.SOURCE_REUSED)
 
     def _drained(self, story: Story, _position: int, _entry: Entry, event: Drained) -> None:

@@ -16,11 +16,15 @@ from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange
 class Held:
     """A grant: where it is, since when, and who may still write into it."""
 
-    __slots__ = ("pages", "position", "purpose", "released", "story", "tokens", "undrained", "used")
+    __slots__ = (
+        *("attempt", "pages", "position", "purpose", "released", "story", "tokens", "undrained"),
+        "used",
+    )
 
-    def __init__(self, story: Story, reserved: Reserved, position: int) -> None:
-        """As it was reserved at this position."""
+    def __init__(self, story: Story, reserved: Reserved, *, position: int, attempt: int) -> None:
+        """As it was reserved at this position, in this attempt of its request."""
         self.story = story
+        self.attempt = attempt
         self.purpose = reserved.purpose
         self.pages: tuple[PageRange, ...] = reserved.pages
         self.tokens: TokenRange = reserved.tokens

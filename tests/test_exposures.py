@@ -13,6 +13,8 @@ from lifecycle.events import (
     Aborted,
     Cause,
     Entry,
+    Lost,
+    LostCause,
     Released,
     Reserved,
 )
@@ -20,7 +22,7 @@ from lifecycle.forensics_exposures import slots_of
 from lifecycle.forensics_slots import SlotMap
 from lifecycle.forensics_sums import exposures
 from lifecycle.forensics_values import Bounds, Doubt, Missing, Source, Told
-from lifecycle.ids import GrantId, PageRange, TokenRange
+from lifecycle.ids import FLEET, GrantId, PageRange, RequestId, TokenRange
 from lifecycle.snapshot import Snapshot
 from tests import handmade
 from tests.driver import Driver
@@ -70,6 +72,11 @@ def of_two(log: Careless, *events: Any) -> Careless:
 
 def short_handoff(log: Careless) -> Careless:
     """Only one page of two is written, and request two reads all."""
+    return of_two(short_before_reading(log), handmade.finished())
+
+
+def short_before_reading(log: Careless) -> Careless:
+    """Request two begins to read, with one page of two written."""
     return of_two(
         log,
         handmade.admitted(),
@@ -78,7 +85,6 @@ def short_handoff(log: Careless) -> Careless:
         handmade.transferred(0, 4, grant=SECOND),
         handmade.drained(grant=SECOND),
         handmade.verified(grants=(SECOND,)),
-        handmade.finished(),
     )
 
 
@@ -203,6 +209,61 @@ def test_missing_entries_widen_the_bounds() -> None:
     assert found.affected == Bounds(0, 1)
     assert Doubt.OWN_ENTRIES_MISSING in found.responses[0].doubts
     assert found.missing_positions == 1
+
+
+THIRD_SOURCE = GrantId(PREFILL, 3)
+
+
+def test_an_earlier_attempts_source_is_not_what_was_copied() -> None:
+    """Pages that attempt one gave back may go to attempt two, or to another request."""
+    for another in (False, True):
+        log = Careless()
+        handmade.written(log).add(handmade.requeued(tokens_relayed=0))
+        log.add(handmade.drained(), Released(SOURCE), Released(DESTINATION))
+        if another:
+            of_two(log, handmade.admitted(), handmade.source(grant=SECOND_SOURCE))
+        pages = (PageRange(4 if another else 0, 2),)
+        log.say(
+            handmade.admitted(),
+            handmade.source(grant=THIRD_SOURCE, pages=pages),
+            handmade.destination(grant=SECOND),
+            handmade.transferred(grant=SECOND),
+            handmade.drained(grant=SECOND),
+            handmade.verified(grants=(SECOND,)),
+            handmade.finished(),
+        )
+        found = exposures(log.entries)
+        assert (found.answers, found.responses) == (1, ()), another
+
+
+@pytest.mark.parametrize(("holder", "doubts"), [(TWO, (Doubt.SOURCE_REUSED,)), (ONE, None)])
+def test_a_source_that_went_to_another_before_it_was_copied_is_a_doubt(
+    holder: RequestId, doubts: tuple[Doubt, ...] | None
+) -> None:
+    """What is copied out of pages that were given back may be the next owner's, if it is another."""
+    log = Careless()
+    log.say(handmade.admitted(), handmade.source(), handmade.destination(), Released(SOURCE))
+    log.say(handmade.source(grant=SECOND_SOURCE), request=holder)
+    log.say(handmade.transferred(), handmade.drained(), handmade.verified(), handmade.finished())
+    found = {r.request: r.doubts for r in exposures(log.entries).responses}
+    assert found.get(ONE) == doubts
+
+
+LOST = Lost(DECODE.engine, DECODE.incarnation, LostCause.LEASE)
+
+
+def test_what_was_read_before_its_engine_was_lost_is_known() -> None:
+    """A loss takes no evidence away: a whole hand-off is cleared, a short one names its owner."""
+    whole = Careless()
+    handmade.decoding(whole).add(LOST, request=FLEET).add(handmade.requeued())
+    found = exposures(whole.entries)
+    assert (found.responses, found.affected) == ((), Bounds(0, 0))
+    short = short_before_reading(first_answered())
+    short.say(LOST, request=FLEET)
+    of_two(short, handmade.requeued())
+    (response,) = exposures(short.entries).responses
+    assert (response.request, response.doubts) == (TWO, ())
+    assert [read.writer for read in response.reads] == [ONE]
 
 
 def test_a_gap_puts_those_in_doubt_who_lived_across_it() -> None:
