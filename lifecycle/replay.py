@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from lifecycle.events import Entry, Finished, Verified
+from lifecycle.events import FLEET_EVENTS, Entry, Finished, Verified
 from lifecycle.guards_ends import pages_checked, reads_checked
 from lifecycle.history import History
 from lifecycle.ids import FLEET, RequestId
@@ -109,9 +109,14 @@ class Replayer:
             if entry.request not in self.findings:
                 before = history.requests.get(entry.request)
                 self.findings[entry.request] = Finding(position, violation, entry, before)
-            if self.forcing and entry.request != FLEET:
+            if self.forces(entry):
                 history.take(entry)
         return violation
+
+    def forces(self, entry: Entry) -> bool:
+        """Whether an illegal entry is taken in; what is about the fleet never is."""
+        about_fleet = entry.request == FLEET or isinstance(entry.event, FLEET_EVENTS)
+        return self.forcing and not about_fleet
 
     def _compare(self, entry: Entry) -> None:
         event = entry.event

@@ -138,6 +138,19 @@ def huge_numbers(folder: Path) -> Path:
     return path
 
 
+def fleets_of_a_request(folder: Path) -> Path:
+    """A foreign log with an event of the fleet under a request's id, in the middle of it."""
+    first = {"format": "custody.log", "version": 1, "source": "other", "complete": True}
+    entries = whole()
+    at = next(n for n, e in entries if e.request == ONE) + 1
+    stray = attrs.evolve(entries[at - 1][1], event=Draining(EngineId("p0"), 1))
+    mixed = renumbered([e for _, e in entries[: at - 1]] + [stray] + [e for _, e in entries[at:]])
+    lines = [first, *(entry_object(Stored(n, e)) for n, e in mixed)]
+    path = folder / "x"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def deep(folder: Path) -> Path:
     path = write_log(folder / "x", whole())
     path.write_text(path.read_text() + "[" * 100_000 + "\n")
@@ -173,6 +186,7 @@ TABLE: dict[Maker, tuple[int, ...]] = {
     newer_event: (5, 1, 5, 5, 5, 5, 5, 1),
     wrong_field: (5, 5, 5, 5, 5, 5, 5, 1),
     huge_numbers: (5, 1, 5, 5, 5, 5, 5, 1),
+    fleets_of_a_request: (1, 0, 0, 0, 0, 0, 0, 1),
     deep: (5, 5, 5, 5, 5, 5, 5, 5),
     longest_names: (0, 0, 1, 0, 0, 0, 0, 1),
     only_fleet: (0, 0, 1, 0, 0, 0, 0, 1),

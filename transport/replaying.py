@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lifecycle.ids import FLEET, RequestId
+from lifecycle.ids import RequestId
 from transport.commands_log import UnknownRequest
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def taken(
             gaps = len(capture.missing) + len(capture.unknown)
             replayer.forcing = True
         legal = replayer.take(position, entry) is None
-        yield position, entry, legal or (replayer.forcing and entry.request != FLEET)
+        yield position, entry, legal or replayer.forces(entry)
 
 
 def replayed(capture: Capture, replayer: Replayer, tally: Tally, *, at: int | None = None) -> None:
