@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from lifecycle.ids import FLEET
 from tests.handmade import ONE, TWO
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_exposures import first_answered, short_handoff
-from transport import cli
+from transport import bundle, cli
 from transport.stores.segments import SegmentStore
 
 SECRET_TENANT = "tenant"
@@ -78,6 +79,13 @@ def rewritten(path: Path, change: Mapping[str, bytes | None]) -> Path:
 def member(path: Path, name: str) -> bytes:
     with zipfile.ZipFile(path) as archive:
         return archive.read(name)
+
+
+def summed(path: Path, name: str, data: bytes) -> Path:
+    """The archive with another file, whose sum is in the manifest."""
+    manifest = json.loads(member(path, "manifest.json"))
+    manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest()}
+    return rewritten(path, {name: data, "manifest.json": json.dumps(manifest).encode()})
 
 
 def test_a_signed_bundle_verifies(
@@ -151,14 +159,9 @@ def test_verdicts_that_the_log_does_not_bear_are_named(
     log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A verdict with a right sum is compared with what the log says."""
-    import hashlib
-
     path = made(log)
     verdicts = member(path, "verdicts.json").replace(b'"least": 1', b'"least": 0')
-    manifest = json.loads(member(path, "manifest.json"))
-    manifest["files"]["verdicts.json"]["sha256"] = hashlib.sha256(verdicts).hexdigest()
-    change = {"verdicts.json": verdicts, "manifest.json": json.dumps(manifest).encode()}
-    code, said = checked(rewritten(path, change), capsys)
+    code, said = checked(summed(path, "verdicts.json", verdicts), capsys)
     assert code == 1
     assert said["problems"] == ["verdicts.json: exposures is not what the log says"]
 
@@ -255,3 +258,174 @@ def test_a_key_of_another_kind_is_a_usage_error(
     assert "no Ed25519 key" in capsys.readouterr().err
     private.write_bytes(b"nonsense")
     assert cli.run(["bundle", str(log), "--sign", str(private)]) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", "X25519"])
+def test_no_signature_passes_for_that_of_an_unusable_key(
+    content: bytes | str, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key file that holds no Ed25519 key is a usage error that names it, whoever signed."""
+    path = made(log, "--sign", str(keys(tmp_path)[0]))
+    given = tmp_path / "given.pub"
+    if isinstance(content, str):
+        keys(tmp_path, X25519PrivateKey)[1].rename(given)
+    else:
+        given.write_bytes(content)
+    capsys.readouterr()
+    assert cli.run(["bundle", "verify", str(path), "--key", str(given)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"custody: {given}: the public key ")
+
+
+def test_an_unusable_key_in_the_archive_is_a_problem_of_the_archive(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody used it wrongly: the check goes on, and does not pass."""
+    path = made(log, "--sign", str(keys(tmp_path)[0]))
+    code, said = checked(rewritten(path, {"manifest.pub": b""}), capsys)
+    assert (code, said["signed_by"], len(said["problems"])) == (1, None, 1)
+    assert said["problems"][0].startswith("manifest.json: the public key cannot be read")
+
+
+def refusal(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which the file is refused as no bundle."""
+    capsys.readouterr()
+    assert cli.run(["bundle", "verify", str(path)]) == 5
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize("separable", [5, None, "identities.json", {}])
+def test_a_manifest_of_other_types_is_refused(
+    separable: object, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What may be missing is a list."""
+    path = made(log)
+    manifest = json.loads(member(path, "manifest.json")) | {"separable": separable}
+    rewritten(path, {"fleet.json": None, "manifest.json": json.dumps(manifest).encode()})
+    assert '"separable" is no list' in refusal(path, capsys)
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "verdicts.json"])
+def test_log_and_verdicts_cannot_be_left_out(
+    name: str, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by calling them separable nor by not naming them."""
+    path = made(log)
+    manifest = json.loads(member(path, "manifest.json")) | {"separable": [name]}
+    rewritten(path, {name: None, "manifest.json": json.dumps(manifest).encode()})
+    assert checked(path, capsys)[1]["problems"] == [f"{name}: is missing"]
+    del manifest["files"][name]
+    rewritten(path, {"manifest.json": json.dumps(manifest).encode()})
+    assert "does not name" in refusal(path, capsys)
+
+
+def test_json_that_is_nested_too_deep_is_refused(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the manifest it is no bundle; in another file it is that file's problem."""
+    for name in ("log.jsonl", "verdicts.json", "identities.json"):
+        code, said = checked(summed(made(log), name, DEEP), capsys)
+        assert (code, len(said["problems"])) == (1, 1), name
+        assert "recursion" in said["problems"][0], name
+    assert "recursion" in refusal(rewritten(made(log), {"manifest.json": DEEP}), capsys)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_file_packed_by_another_method_is_named(
+    method: int, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Damaged or not: only what `bundle` itself uses is unpacked."""
+    # The sum is that of no bytes, for which such a file must not be taken.
+    path = rewritten(summed(made(log), "fleet.json", b""), {"fleet.json": None})
+    with zipfile.ZipFile(path, "a", method) as archive:
+        archive.writestr("fleet.json", b"[]")
+    code, said = checked(path, capsys)
+    assert code == 1
+    assert said["problems"] == ["fleet.json: cannot be unpacked"]
+
+
+@pytest.mark.parametrize(("offset", "value"), [(8, 1), (6, 99), (10, 99)])
+def test_an_encrypted_file_or_one_of_another_version_is_refused(
+    offset: int, value: int, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flag, the version and the method that the directory of the archive bears."""
+    path = made(log)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"manifest.json", data.index(b"PK\x01\x02")) - 46
+    data[at + offset] = value
+    path.write_bytes(data)
+    assert refusal(path, capsys)
+
+
+def test_one_changed_byte_of_the_archive_is_no_traceback(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever it is in the archive's own directory, a check ends with a code of its own."""
+    data = made(log).read_bytes()
+    for position in range(data.index(b"PK\x01\x02"), len(data)):
+        for bits in (1, 0x80, 0xFF):
+            path = tmp_path / "changed.zip"
+            path.write_bytes(
+                data[:position] + bytes([data[position] ^ bits]) + data[position + 1 :]
+            )
+            try:
+                bundle._unpacked(path)
+            except bundle.NoBundle:
+                continue
+    capsys.readouterr()
+
+
+def test_an_offset_beyond_all_files_is_that_of_a_damaged_file(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even one that no file position can hold."""
+    path = made(log)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.getinfo("fleet.json").header_offset = (1 << 63) + 1
+        archive.writestr("manifest.sig", b"")
+    code, said = checked(path, capsys)
+    assert code == 1
+    assert "fleet.json: cannot be unpacked" in said["problems"]
+
+
+def test_what_would_unpack_to_too_much_is_refused_unread(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sum of all sizes and the number of files are bounded, and no such bundle is made."""
+    path = made(log)
+    many = tmp_path / "many.zip"
+    with zipfile.ZipFile(many, "w") as archive:
+        for number in range(bundle.FILES_MAX + 1):
+            archive.writestr(str(number), b"")
+    assert f"holds {bundle.FILES_MAX + 1} files" in refusal(many, capsys)
+    with zipfile.ZipFile(path) as archive:
+        size = sum(one.file_size for one in archive.infolist())
+    monkeypatch.setattr(bundle, "BYTES_MAX", size)
+    assert checked(path, capsys)[0] == 0
+    monkeypatch.setattr(bundle, "BYTES_MAX", size - 1)
+    assert f"holds {size} bytes, more than {size - 1}" in refusal(path, capsys)
+    monkeypatch.setattr(bundle, "BYTES_MAX", 1000)
+    assert cli.run(["bundle", str(log), "--output", str(tmp_path / "large.zip")]) == 2
+    assert not (tmp_path / "large.zip").exists()
+
+
+def test_no_name_in_an_archive_passes_for_a_line_of_the_check(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Line ends, control characters and lone surrogates of foreign names are spelt."""
+    path = made(log)
+    manifest = json.loads(member(path, "manifest.json"))
+    manifest["files"]["\ud800"] = {}
+    rewritten(path, {"a\nintact\x1b": b"", "manifest.json": json.dumps(manifest).encode()})
+    capsys.readouterr()
+    assert cli.run(["bundle", "verify", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["\\ud800: is missing", "a\\u000aintact\\u001b: is not in the manifest"]
+    assert "intact" not in lines

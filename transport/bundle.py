@@ -1,7 +1,7 @@
 """Evidence in one archive: the log, what it proves and what it leaves open, and how to check that.
 
-Owns: the archive's files and manifest, its signature, and the check of all of it.
-Must not know: how a verdict is found.
+Owns: the archive's files and manifest, and the check of all of it.
+Must not know: how a verdict is found, or what a signature is made of.
 
 Everything but the manifest is named in the manifest with its SHA-256, and the signature is over the
 manifest.  The file of clear values may be taken out: nothing else depends on it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from transport.forensics_read import Capture, LinesCapture
 from transport.forensics_text import exposures_object
 from transport.json_values import to_json
 from transport.redaction import Redaction, broken_commitments
+from transport.signature import UnusableKey, public_key, sign, signature_problem
 
 FORMAT = "custody.bundle"
 VERSION = 1
@@ -38,7 +40,9 @@ PUBLIC_KEY = "manifest.pub"
 LOG = "log.jsonl"
 VERDICTS = "verdicts.json"
 IDENTITIES = "identities.json"
-FILE_BYTES_MAX = 1 << 32
+# All files are held in memory at once, and a small archive can unpack to a thousand times its size.
+BYTES_MAX = 1 << 30
+FILES_MAX = 64
 # The archive's own times say nothing; all files bear the earliest that the format knows.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 README = """This archive holds a part of an event log, what was found in it, and how to check both.
@@ -60,8 +64,8 @@ class NoBundle(Exception):
     """The file is no bundle."""
 
 
-class NoSignature(Exception):
-    """Signing or checking a signature is not possible here."""
+class TooLarge(Exception):
+    """The archive would be larger than what a check unpacks."""
 
 
 @attrs.frozen
@@ -91,7 +95,7 @@ def make(
 ) -> bytes:
     """The archive of a log, or of the wanted requests or positions of it with the whole fleet.
 
-    `key` is an Ed25519 private key in PEM.  Raises `NoSignature`.
+    `key` is an Ed25519 private key in PEM.  Raises `NoSignature` or `TooLarge`.
     """
     redaction = Redaction()
     entries: list[tuple[int, Entry]] = []
@@ -129,8 +133,11 @@ def make(
     }
     manifest_bytes = json.dumps(manifest, indent=1).encode()
     files[MANIFEST] = manifest_bytes
+    unpacked_bytes = sum(map(len, files.values()))
+    if unpacked_bytes > BYTES_MAX:
+        raise TooLarge(f"{unpacked_bytes} bytes are more than the {BYTES_MAX} that are checked")
     if key is not None:
-        files[SIGNATURE], files[PUBLIC_KEY] = _sign(key, manifest_bytes)
+        files[SIGNATURE], files[PUBLIC_KEY] = sign(key, manifest_bytes)
     return _packed(files)
 
 
@@ -188,50 +195,6 @@ def _packed(files: dict[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-# --- Signing ----------------------------------------------------------------------------------
-
-
-def _sign(key: bytes, data: bytes) -> tuple[bytes, bytes]:
-    try:
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.serialization import (
-            Encoding,
-            PublicFormat,
-            load_pem_private_key,
-        )
-    except ImportError as error:
-        raise NoSignature("signing needs the package cryptography (extra `sign`)") from error
-    try:
-        private = load_pem_private_key(key, password=None)
-    except (ValueError, TypeError) as error:
-        raise NoSignature(f"the signing key cannot be read: {error}") from error
-    if not isinstance(private, Ed25519PrivateKey):
-        raise NoSignature("the signing key is no Ed25519 key")
-    public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    return private.sign(data), public
-
-
-def _signature_problem(public: bytes, signature: bytes, data: bytes) -> str:
-    """What is wrong with a signature; empty when it holds.  Raises `NoSignature`."""
-    try:
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-        from cryptography.hazmat.primitives.serialization import load_pem_public_key
-    except ImportError as error:
-        raise NoSignature("checking a signature needs the package cryptography") from error
-    try:
-        loaded = load_pem_public_key(public)
-    except ValueError as error:
-        return f"the public key cannot be read: {error}"
-    if not isinstance(loaded, Ed25519PublicKey):
-        return "the public key is no Ed25519 key"
-    try:
-        loaded.verify(signature, data)
-    except InvalidSignature:
-        return "the signature is not that of this manifest"
-    return ""
-
-
 # --- Checking ---------------------------------------------------------------------------------
 
 
@@ -242,16 +205,16 @@ def check(path: Path, *, key: bytes | None = None) -> Checked:
     taken, which proves no more than that nobody changed the manifest by accident.
     Raises `NoBundle`, `NoSignature` or OSError.
     """
-    files = _unpacked(path)
+    files, unreadable = _unpacked(path)
     manifest = _manifest(files)
-    problems: list[str] = []
+    problems = [f"{name}: cannot be unpacked" for name in unreadable]
     listed = manifest["files"]
     for name, about in listed.items():
         data = files.get(name)
         if data is None:
-            if name not in manifest.get("separable", ()):
+            if name in (LOG, VERDICTS) or name not in manifest.get("separable", ()):
                 problems.append(f"{name}: is missing")
-        elif hashlib.sha256(data).hexdigest() != about.get("sha256"):
+        elif name not in unreadable and hashlib.sha256(data).hexdigest() != about.get("sha256"):
             problems.append(f"{name}: is not the file that the manifest names")
     extra = set(files) - set(listed) - {MANIFEST, SIGNATURE, PUBLIC_KEY}
     problems += [f"{name}: is not in the manifest" for name in sorted(extra)]
@@ -261,34 +224,63 @@ def check(path: Path, *, key: bytes | None = None) -> Checked:
     damaged = {line.split(":")[0] for line in problems}
     if not damaged & {LOG, VERDICTS}:
         verdict = _verdict(files, problems)
-    return Checked(tuple(problems), len(files), signed_by, checked, IDENTITIES in files, verdict)
+    lines = tuple(_one_line(problem) for problem in problems)
+    return Checked(lines, len(files), signed_by, checked, IDENTITIES in files, verdict)
 
 
-def _unpacked(path: Path) -> dict[str, bytes]:
+def _one_line(problem: str) -> str:
+    """The problem with foreign names spelt, so that none of them passes for a line of ours."""
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in problem)
+
+
+def _unpacked(path: Path) -> tuple[dict[str, bytes], list[str]]:
+    """The files, and the names of those that cannot be unpacked and so count as empty."""
+    if path.stat().st_size > BYTES_MAX:
+        raise NoBundle(f"{path} has {path.stat().st_size} bytes, more than {BYTES_MAX}")
+    # In memory a damaged offset is a ValueError, and not one of the disk's errors.
+    packed = io.BytesIO(path.read_bytes())
     try:
-        with zipfile.ZipFile(path) as archive:
-            if any(one.file_size > FILE_BYTES_MAX for one in archive.infolist()):
-                raise NoBundle(f"{path} holds a file of more than {FILE_BYTES_MAX} bytes")
-            names = [one.filename for one in archive.infolist()]
-            if len(set(names)) != len(names):
+        with zipfile.ZipFile(packed) as archive:
+            members = archive.infolist()
+            if len(members) > FILES_MAX:
+                raise NoBundle(f"{path} holds {len(members)} files, more than {FILES_MAX}")
+            unpacked_bytes = sum(one.file_size for one in members)
+            if unpacked_bytes > BYTES_MAX:
+                raise NoBundle(f"{path} holds {unpacked_bytes} bytes, more than {BYTES_MAX}")
+            if len({one.filename for one in members}) != len(members):
                 raise NoBundle(f"{path} holds two files of one name")
-            return {name: _member(archive, name) for name in names}
-    except zipfile.BadZipFile as error:
+            found = {one.filename: _member(archive, one) for one in members}
+    except _UNREADABLE as error:
         raise NoBundle(f"{path} is no archive: {error}") from error
+    return {name: data or b"" for name, data in found.items()}, [
+        name for name, data in found.items() if data is None
+    ]
 
 
-def _member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The file's bytes; what cannot be unpacked is empty, and so is not what was listed."""
+# What unpacking raises: RuntimeError for what is encrypted or of a later version, the others for
+# what is damaged.
+_UNREADABLE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+    *(EOFError, OverflowError, RuntimeError, ValueError),
+)
+
+
+def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | None:
+    """The file's bytes, if it can be unpacked."""
+    # The other methods unpack without a bound, whatever size the archive claims.
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        return None
     try:
-        return archive.read(name)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
-        return b""
+        with archive.open(member) as stream:
+            return stream.read(member.file_size)
+    except _UNREADABLE:
+        return None
 
 
 def _manifest(files: dict[str, bytes]) -> dict[str, Any]:
     try:
         manifest = json.loads(files.get(MANIFEST, b""))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NoBundle(f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise NoBundle(f'{MANIFEST} is no manifest: "format" is not "{FORMAT}"')
@@ -297,16 +289,25 @@ def _manifest(files: dict[str, bytes]) -> dict[str, Any]:
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not all(isinstance(one, dict) for one in listed.values()):
         raise NoBundle(f"{MANIFEST} names no files")
+    if not {LOG, VERDICTS} <= set(listed):
+        raise NoBundle(f"{MANIFEST} does not name {LOG} and {VERDICTS}")
+    if not isinstance(manifest.get("separable", []), list):
+        raise NoBundle(f'{MANIFEST}: "separable" is no list')
     return manifest
 
 
 def _signed(files: dict[str, bytes], key: bytes | None, problems: list[str]) -> tuple[str, bool]:
-    signature, public = files.get(SIGNATURE), key or files.get(PUBLIC_KEY)
+    # A given key that cannot be used is never replaced by the archive's own.
+    given = None if key is None else public_key(key)
+    signature, public = files.get(SIGNATURE), key if key is not None else files.get(PUBLIC_KEY)
     if signature is None or public is None:
         if key is not None or SIGNATURE in files:
             problems.append(f"{SIGNATURE}: there is no signature that could be checked")
         return "", False
-    problem = _signature_problem(public, signature, files[MANIFEST])
+    try:
+        problem = signature_problem(given or public_key(public), signature, files[MANIFEST])
+    except UnusableKey as error:
+        problem = str(error)
     if problem:
         problems.append(f"{MANIFEST}: {problem}")
         return "", False
@@ -319,7 +320,7 @@ def _identities(files: dict[str, bytes], problems: list[str]) -> None:
         return
     try:
         broken = broken_commitments(json.loads(data))
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         problems.append(f"{IDENTITIES}: cannot be read: {error}")
         return
     problems += [f"{IDENTITIES}: {one} does not stand for its value" for one in broken]
@@ -330,7 +331,7 @@ def _verdict(files: dict[str, bytes], problems: list[str]) -> dict[str, Any]:
     try:
         kept = json.loads(files[VERDICTS])
         found, _ = _judged(files[LOG], title="bundle")
-    except (KeyError, ValueError, jsonlines.UnreadableLog) as error:
+    except (ValueError, RecursionError, jsonlines.UnreadableLog) as error:
         problems.append(f"{LOG}: cannot be judged: {error}")
         return {}
     for name, value in found.items():

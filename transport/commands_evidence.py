@@ -161,6 +161,7 @@ def bundle(
     from importlib.metadata import version as installed
 
     from transport import bundle as archive
+    from transport.signature import NoSignature
 
     key = None if sign is None else sign.read_bytes()
     with opened(log) as capture:
@@ -174,7 +175,7 @@ def bundle(
                 last=to,
                 key=key,
             )
-        except archive.NoSignature as error:
+        except (NoSignature, archive.TooLarge) as error:
             raise UsageError(str(error)) from error
         output.write_bytes(data)
         if json:
@@ -213,11 +214,12 @@ def verify(
         Print one JSON document.
     """
     from transport import bundle as archives
+    from transport.signature import NoSignature
 
     try:
         checked = archives.check(archive, key=None if key is None else key.read_bytes())
-    except archives.NoSignature as error:
-        raise UsageError(str(error)) from error
+    except NoSignature as error:
+        raise UsageError(str(error) if key is None else f"{key}: {error}") from error
     if json:
         say_json(
             {
