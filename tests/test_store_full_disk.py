@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,51 @@ class SmallDisk(Disk):
         if not self.syncs:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().sync(handle)
+
+
+class LosesOnce(Disk):
+    """Waits inside a flush, and tells a lost write only once, as the system does."""
+
+    def __init__(self) -> None:
+        self.lost = False
+        self.inside = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def sync(self, handle: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.inside.set()
+            self.go_on.wait()
+        if self.lost:
+            self.lost = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(handle)
+
+
+def test_a_full_segment_beside_a_failing_flush_makes_nothing_durable(tmp_path: Path) -> None:
+    """Whoever syncs first hears of the loss, so a segment is not ended while a flush goes on."""
+    disk = LosesOnce()
+    store = SegmentStore(tmp_path, segment_bytes=1000, disk=disk)
+    store.append(A, 0, entries(A, 0, 2))
+    assert store.flush() == 2
+    number = 2
+    while (tmp_path / segment_files.segment_name(1)).stat().st_size < 1000:
+        store.append(A, number, entries(A, number, 1))
+        number += 1
+    disk.go_on.clear()
+    disk.inside.clear()
+    disk.lost = True
+    with ThreadPoolExecutor(1) as pool:
+        flush = pool.submit(store.flush)
+        disk.inside.wait()
+        store.append(A, number, entries(A, number, 1))
+        disk.go_on.set()
+        with pytest.raises(StoreUnavailable):
+            flush.result()
+    assert store.durable_position == 2
+    store.reopen()
+    assert store.last_position == 2
+    store.close()
 
 
 def test_an_append_that_fits_in_part_is_taken_back(tmp_path: Path) -> None:

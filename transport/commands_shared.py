@@ -73,15 +73,19 @@ def is_standard(name: object) -> bool:
     return str(name) in (DASH, "-")
 
 
+# What a terminal obeys instead of showing, but for the two that lay out text.
+_CONTROLS = {n: f"\\u{n:04x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
+
+
 def say(text: str = "") -> None:
-    """Write a line of data."""
-    sys.stdout.write(text + "\n")
+    """Write a line of data; control characters of foreign names are spelt, as JSON spells them."""
+    sys.stdout.write(text.translate(_CONTROLS) + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """Write a line of progress or complaint."""
-    sys.stderr.write(text + "\n")
+    """Write a line of progress or complaint, as `say` does."""
+    sys.stderr.write(text.translate(_CONTROLS) + "\n")
     sys.stderr.flush()
 
 

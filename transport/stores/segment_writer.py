@@ -73,17 +73,13 @@ class SegmentWriter:
         self.end += len(frame)
         self.previous = frames.chain(frame)
 
-    def copy(self) -> int:
-        """A handle of the caller's own, which a rotation does not close."""
-        return os.dup(self._handle)
-
-    def sync(self, handle: int | None = None) -> None:
-        """Make durable what was written to the last segment, or to an earlier copy of it.
+    def sync(self) -> None:
+        """Make durable what was written to the last segment.
 
         Raises OSError; then nobody can tell what the disk holds, and all writing ends.
         """
         try:
-            self._disk.sync(self._handle if handle is None else handle)
+            self._disk.sync(self._handle)
         except OSError as error:
             self.refusal = f"a flush failed: {error}"
             raise

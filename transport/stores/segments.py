@@ -186,7 +186,10 @@ class SegmentStore:
                 return first
             frame = self._pack(entries, first)
             try:
-                if self._writer.end >= max(self._segment_bytes, frames.FILE_HEADER_BYTES + 1):
+                full = self._writer.end >= max(self._segment_bytes, frames.FILE_HEADER_BYTES + 1)
+                # The system tells a lost write once, to whoever syncs first: beside a flush that
+                # is told, a rotation would call durable what is not.  The next append comes soon.
+                if full and not self._flushing.locked():
                     self._rotate()
                 offset = self._writer.end
                 self._writer.write(frame)
@@ -226,17 +229,10 @@ class SegmentStore:
                 target = self._last
                 if target == self._durable:
                     return target
-                # A copy, because a rotation meanwhile closes the original.
-                try:
-                    handle = self._writer.copy()
-                except OSError as error:
-                    raise StoreUnavailable(str(error)) from error
             try:
-                self._writer.sync(handle)
+                self._writer.sync()
             except OSError as error:
                 raise StoreUnavailable(str(error), lasting=True) from error
-            finally:
-                os.close(handle)
             with self._lock:
                 self._durable = max(self._durable, target)
                 return self._durable
