@@ -74,8 +74,10 @@ def test_a_full_segment_beside_a_failing_flush_makes_nothing_durable(tmp_path: P
     with ThreadPoolExecutor(1) as pool:
         flush = pool.submit(store.flush)
         disk.inside.wait()
-        store.append(A, number, entries(A, number, 1))
-        disk.go_on.set()
+        try:
+            store.append(A, number, entries(A, number, 1))
+        finally:
+            disk.go_on.set()
         with pytest.raises(StoreUnavailable):
             flush.result()
     assert store.durable_position == 2
