@@ -113,6 +113,10 @@ class Replayer:
                 history.take(entry)
         return violation
 
+    def lose(self) -> None:
+        """Entries are missing here, which made others' illegal: take them in as they stand."""
+        self.forcing = True
+
     def forces(self, entry: Entry) -> bool:
         """Whether an illegal entry is taken in; what is about the fleet never is."""
         about_fleet = entry.request == FLEET or isinstance(entry.event, FLEET_EVENTS)

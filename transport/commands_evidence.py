@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from lifecycle.ids import RequestId
 from transport.commands_bench import bench_app
-from transport.commands_forensics import From, Requests, opened
-from transport.commands_log import UnknownRequest
+from transport.commands_forensics import From, Requests, expect_known, opened
 from transport.commands_shared import (
     EXIT_FAILED,
     EXIT_OK,
@@ -26,6 +24,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.replaying import taken
 
 if TYPE_CHECKING:
     from lifecycle.forensics_slice import Slice
@@ -62,16 +61,11 @@ def slice_log(
     from lifecycle.replay import Replayer
 
     with opened(log) as capture:
-        replayer = Replayer(foreign=capture.foreign)
-        entries = []
-        for position, entry in capture:
-            entries.append((position, entry))
-            replayer.take(position, entry)
+        replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
+        entries = [*capture.opening()]
+        entries += [(position, entry) for position, entry, _ in taken(capture, replayer)]
         for name in request:
-            if RequestId(name) not in replayer.history.requests:
-                from transport.explain import near
-
-                raise UnknownRequest(name, near(name, replayer.history.requests))
+            expect_known(name, [*replayer.history.requests, *replayer.findings])
         report = replayer.report(whole=capture.whole)
         wanted = [f for f in report.findings if not request or f.violation.request in request]
         failed = 0

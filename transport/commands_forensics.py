@@ -7,7 +7,7 @@ Must not know: how anything is found or worded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,7 +32,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
-from transport.replaying import expect_known, replayed, wanted
+from transport.replaying import found_in, inquired, replayed, wanted
 
 if TYPE_CHECKING:
     from lifecycle.replay import Replayer
@@ -58,6 +58,14 @@ def opened(log: Path) -> Iterator[Capture]:
             yield open_capture(log, stack)
 
 
+def expect_known(request: str, known: Collection[str]) -> None:
+    """Raises `UnknownRequest` with ids that look like it."""
+    if request not in known:
+        from transport.explain import near
+
+        raise UnknownRequest(request, near(request, known))
+
+
 def exposures(log: Path, /, *, reads: Switch = False, json: Json = False) -> int:
     """Say who was exposed to whom; exits 0 nobody, 1 somebody, 5 nobody as far as the log goes.
 
@@ -72,26 +80,13 @@ def exposures(log: Path, /, *, reads: Switch = False, json: Json = False) -> int
         Print one JSON document, with every response and every read.
     """
     from lifecycle.forensics_exposures import Inquiry
-    from lifecycle.forensics_sums import summed
     from transport import forensics_text
 
     with opened(log) as capture:
         inquiry = Inquiry(from_the_beginning=capture.claims_whole)
-        gaps = len(capture.missing)
-        for position, entry in capture.opening():
-            inquiry.take(position, entry)
-        for position, entry in capture:
-            if len(capture.missing) + len(capture.unknown) > gaps:
-                gaps = len(capture.missing) + len(capture.unknown)
-                inquiry.lose()
-            inquiry.take(position, entry)
-        found = summed(
-            inquiry,
-            missing=capture.gaps(),
-            missing_ns=capture.missing_ns,
-            unknown=len(capture.unknown),
-            whole=capture.whole,
-        )
+        for _ in inquired(capture, inquiry):
+            pass
+        found = found_in(capture, inquiry)
     if json:
         say_json(forensics_text.exposures_object(capture, found))
     else:
@@ -170,7 +165,7 @@ def replay(
             return EXIT_OK
         report = replayer.report(whole=capture.whole)
         if request is not None:
-            expect_known(request, replayer)
+            expect_known(request, [*replayer.history.requests, *replayer.findings])
         shown = [one for one in report.findings if wanted(one, request, first, to)]
         state = replayer.history.requests.get(RequestId(request)) if request else None
         if json:
@@ -273,10 +268,7 @@ def timeline(
     with opened(log) as capture:
         drawn = timeline_story.read(capture, title=log.name, wanted=request, most=limit)
         for name in request:
-            if name not in drawn.known:
-                from transport.explain import near
-
-                raise UnknownRequest(name, near(name, drawn.known))
+            expect_known(name, drawn.known)
         html = pages.page(drawn.document)
         output.write_text(html, encoding="utf-8")
         if perfetto is not None:

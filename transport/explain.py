@@ -31,7 +31,6 @@ from lifecycle.events import (
     Verified,
 )
 from lifecycle.forensics_exposures import Inquiry
-from lifecycle.forensics_sums import summed
 from lifecycle.forensics_values import Response, Source, Told
 from lifecycle.ids import GrantId, PageRange, RequestId, TokenRange, count_pages
 from lifecycle.replay import Replayer
@@ -46,6 +45,7 @@ from transport.forensics_text import (
     response_object,
 )
 from transport.render import clock
+from transport.replaying import found_in, inquired
 
 CANDIDATES_MAX = 20_000
 
@@ -83,24 +83,10 @@ def explain(request: RequestId, capture: Capture) -> Explanation:
     """Read a whole log for the sake of one request.  Raises `NotInLog`."""
     inquiry = Inquiry(from_the_beginning=capture.claims_whole)
     replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
-    own: list[tuple[int, Entry]] = []
-    for position, entry in capture.opening():
-        inquiry.take(position, entry)
-        if entry.request == request:
-            own.append((position, entry))
-    for position, entry in capture:
-        inquiry.take(position, entry)
-        replayer.take(position, entry)
-        if entry.request == request:
-            own.append((position, entry))
+    own = [one for one in inquired(capture, inquiry, replayer) if one[1].request == request]
     if not own:
         raise NotInLog(near(request, inquiry.stories))
-    found = summed(
-        inquiry,
-        missing=capture.gaps(),
-        unknown=len(capture.unknown),
-        whole=capture.whole,
-    )
+    found = found_in(capture, inquiry)
     response = next((r for r in found.responses if r.request == request), None)
     story = inquiry.stories[request]
     sentences = [*_story(own), *_coverage(own), *_reads(response)]

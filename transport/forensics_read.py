@@ -93,6 +93,13 @@ class Capture:
             self.entries_read += 1
             yield position, entry
 
+    def joined(self) -> Iterator[tuple[int, Entry, bool]]:
+        """The same, and whether something that no snapshot stands for is missing before the entry."""
+        gaps = 0 if self.snapshot is None else len(self.missing)
+        for position, entry in self:
+            known, gaps = gaps, len(self.missing) + len(self.unknown)
+            yield position, entry, gaps > known
+
     def _read(self) -> Iterator[tuple[int, Entry]]:
         raise NotImplementedError
 

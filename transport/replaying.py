@@ -1,4 +1,4 @@
-"""A capture replayed entry by entry: what `replay`, `metrics` and the demo do alike.
+"""A capture judged entry by entry: what every verb that replays or inquires does alike.
 
 Owns: taking entries in behind a gap, which findings are wanted, and a replay that goes on with a
 running scheduler.
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lifecycle.ids import RequestId
-from transport.commands_log import UnknownRequest
+from lifecycle.forensics_sums import summed
 
 if TYPE_CHECKING:
     from lifecycle.events import Entry
+    from lifecycle.forensics_exposures import Inquiry
+    from lifecycle.forensics_values import Exposures
     from lifecycle.replay import Finding, Replayer
     from lifecycle.tally import Tally
     from transport.forensics_read import Capture
@@ -24,17 +25,45 @@ def taken(
     capture: Capture, replayer: Replayer, *, at: int | None = None
 ) -> Iterator[tuple[int, Entry, bool]]:
     """Replay up to a position: each entry, and whether it was taken in."""
-    # A snapshot stands for what was dropped.
-    gaps = 0 if capture.snapshot is None else len(capture.missing)
-    for position, entry in capture:
+    for position, entry, gap in capture.joined():
         if at is not None and position > at:
             return
-        if len(capture.missing) + len(capture.unknown) > gaps:
-            # What is missing made others' entries illegal: take them in as they stand.
-            gaps = len(capture.missing) + len(capture.unknown)
-            replayer.forcing = True
+        if gap:
+            replayer.lose()
         legal = replayer.take(position, entry) is None
         yield position, entry, legal or replayer.forces(entry)
+
+
+def inquired(
+    capture: Capture, inquiry: Inquiry, replayer: Replayer | None = None
+) -> Iterator[tuple[int, Entry]]:
+    """Each entry once the inquiry, and a replay if one is wanted, has taken it.
+
+    What a snapshot kept comes first; a replay begins behind it.
+    """
+    for position, entry in capture.opening():
+        inquiry.take(position, entry)
+        yield position, entry
+    for position, entry, gap in capture.joined():
+        if gap:
+            inquiry.lose()
+        inquiry.take(position, entry)
+        if replayer is not None:
+            if gap:
+                replayer.lose()
+            replayer.take(position, entry)
+        yield position, entry
+
+
+def found_in(capture: Capture, inquiry: Inquiry) -> Exposures:
+    """What the inquiry found, once every entry has been taken."""
+    return summed(
+        inquiry,
+        missing=capture.gaps(),
+        missing_ns=capture.missing_ns,
+        unknown=len(capture.unknown),
+        whole=capture.whole,
+    )
 
 
 def replayed(capture: Capture, replayer: Replayer, tally: Tally, *, at: int | None = None) -> None:
@@ -69,13 +98,3 @@ def wanted(finding: Finding, request: str | None, first: int | None, to: int | N
         and (first is None or finding.position >= first)
         and (to is None or finding.position <= to)
     )
-
-
-def expect_known(request: str, replayer: Replayer) -> None:
-    """Raises `UnknownRequest` with ids that look like it."""
-    known = replayer.history.requests
-    if request in known or RequestId(request) in replayer.findings:
-        return
-    from difflib import get_close_matches
-
-    raise UnknownRequest(request, get_close_matches(request, list(known), n=3))

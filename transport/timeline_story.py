@@ -12,11 +12,11 @@ from typing import Any
 import attrs
 
 from lifecycle.forensics_exposures import Inquiry
-from lifecycle.forensics_sums import summed
 from lifecycle.forensics_values import Exposures
 from lifecycle.replay import Replayer, Report
 from transport.forensics_read import Capture
 from transport.forensics_text import exposure_lines
+from transport.replaying import found_in, inquired
 from transport.timeline_model import EVENTS_MAX, Model, Positioned, choose
 
 SUMMARY_LINES = 12
@@ -30,7 +30,7 @@ class Drawn:
     shown: list[Positioned]
     found: Exposures
     report: Report
-    known: frozenset[str]
+    known: tuple[str, ...]
     total: int
 
 
@@ -40,21 +40,12 @@ def read(
     """Read and judge the whole log, and choose what is drawn."""
     inquiry = Inquiry(from_the_beginning=capture.claims_whole)
     replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
-    entries: list[Positioned] = []
-    for position, entry in capture.opening():
-        inquiry.take(position, entry)
-        entries.append((position, entry))
-    for position, entry in capture:
-        inquiry.take(position, entry)
-        replayer.take(position, entry)
-        entries.append((position, entry))
-    found = summed(
-        inquiry, missing=capture.gaps(), unknown=len(capture.unknown), whole=capture.whole
-    )
+    entries = list(inquired(capture, inquiry, replayer))
+    found = found_in(capture, inquiry)
     report = replayer.report(whole=capture.whole)
     shown = choose(entries, found, report, wanted=wanted, most=most)
     summary = list(exposure_lines(capture, found, reads=False))[:SUMMARY_LINES]
     summary += [f"{count} requests broke the rule {rule} first" for rule, count in report.by_rule]
     model = Model(shown, found, report)
     document = model.document(title=f"Timeline of {title}", summary=summary, total=len(entries))
-    return Drawn(document, shown, found, report, frozenset(inquiry.stories), len(entries))
+    return Drawn(document, shown, found, report, tuple(inquiry.stories), len(entries))
