@@ -68,7 +68,10 @@ class Team:
         self._inboxes: list[SimpleQueue[_Turn | None]] = []
 
     def run(self, work: Work) -> None:
-        """Do the work here and, as far as they come in time, in the helpers; raises what it raises."""
+        """Do the work here and, as far as they come in time, in the helpers; raises what it raises.
+
+        Raises RuntimeError, with nothing done, if a helper's thread cannot be started.
+        """
         if self.size == 1:
             work(0)
             return
@@ -86,13 +89,18 @@ class Team:
             raise turn.error
 
     def _start(self) -> None:
-        self._inboxes = [SimpleQueue() for _ in range(self.size - 1)]
-        for number, inbox in enumerate(self._inboxes, start=1):
-            thread = threading.Thread(
-                target=_help, args=(number, inbox), name=f"step-{number}", daemon=True
-            )
-            thread.start()
-        weakref.finalize(self, _dismiss, self._inboxes)
+        """All helpers or, where one cannot be had, none; the next work tries again."""
+        inboxes: list[SimpleQueue[_Turn | None]] = [SimpleQueue() for _ in range(self.size - 1)]
+        dismiss = weakref.finalize(self, _dismiss, inboxes)
+        try:
+            for number, inbox in enumerate(inboxes, start=1):
+                threading.Thread(
+                    target=_help, args=(number, inbox), name=f"step-{number}", daemon=True
+                ).start()
+        except BaseException:
+            dismiss()
+            raise
+        self._inboxes = inboxes
 
 
 def _help(number: int, inbox: SimpleQueue[_Turn | None]) -> None:

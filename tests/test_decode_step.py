@@ -341,3 +341,27 @@ def test_a_fault_in_a_helper_is_raised_to_the_caller() -> None:
 
     with pytest.raises(ArithmeticError, match="in a helper"):
         Team(2).run(work)
+
+
+def test_a_team_starts_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a thread cannot be had, those before it end and nothing is done; the next work has all."""
+    team, helpers, seen = Team(3), [], []
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "step-2":
+            raise RuntimeError("can't start new thread")
+        helpers.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="new thread"):
+            team.run(seen.append)
+    assert seen == []
+    (helper,) = helpers
+    helper.join(20)
+    assert not helper.is_alive()
+    met = threading.Barrier(3, timeout=20)
+    team.run(lambda _: seen.append(met.wait()))
+    assert sorted(seen) == [0, 1, 2]
