@@ -81,6 +81,7 @@ class Cause(Enum):
     SCHEDULER_RESTARTED = "scheduler_restarted"
     SHUTDOWN = "shutdown"
     NO_ENGINE = "no_engine"
+    LOG_UNAVAILABLE = "log_unavailable"
 
 
 class FinishReason(Enum):

@@ -12,6 +12,7 @@ import anyio.to_thread
 import grpc
 import pytest
 
+from lifecycle.events import Aborted, Cause
 from lifecycle.ids import RequestId
 from lifecycle.replay import replay
 from tests.serving import Deployment, ask, deployment, details
@@ -139,17 +140,43 @@ async def test_what_was_appended_and_not_flushed_is_appended_again(
     store = SegmentStore(tmp_path / "log", disk=disk)
     async with deployment(model, store=store) as here:
         for _ in range(3):
+            # A flush that is still due would fail before the request is asked for.
+            while store.durable_position < store.last_position:
+                await here.admin.GetStatus(admin_pb2.GetStatusRequest())
             disk.failed.clear()
             disk.sync_error = errno.EIO
             call = here.generation.Generate(ask(new=3))
             await anyio.to_thread.run_sync(disk.failed.wait)
             before = await here.admin.GetStatus(admin_pb2.GetStatusRequest())
             disk.sync_error = 0
-            assert await last(call) == "outcome"
+            steps = await rest(call)
+            assert steps[-1].HasField("outcome")
+            request = steps[0].admission.request_id
+            await here.tail_until("released", "released", request=request)
             after = await settled(here, failing=False)
             assert after.log_position > before.log_position
     entries = conforms(tmp_path / "log")
     assert entries == store.last_position == store.durable_position
+
+
+async def test_an_admission_that_is_not_stored_ends_for_that_cause(
+    model: Path, tmp_path: Path
+) -> None:
+    """Its client is told LOG_UNAVAILABLE, and with room again the log says the same of its end."""
+    disk = FailingDisk()
+    store = SegmentStore(tmp_path / "log", disk=disk)
+    async with deployment(model, store=store) as here:
+        disk.write_error = errno.ENOSPC
+        error = await status_of(here.generation.Generate(ask()))
+        info = details(error)[0]
+        assert info.reason == "LOG_UNAVAILABLE"
+        disk.write_error = 0
+        request = info.metadata["request_id"]
+        await here.tail_until("aborted", request=request)
+        events = [stored.entry.event for stored in store.read(RequestId(request))]
+        causes = [event.cause for event in events if isinstance(event, Aborted)]
+        assert causes == [Cause.LOG_UNAVAILABLE]
+    conforms(tmp_path / "log")
 
 
 async def test_an_end_that_a_slow_store_does_not_take_is_never_a_success(

@@ -302,8 +302,8 @@ class ClientDesk:
         record.end = refusals.log_unavailable(failure, request=record.request)
         self._free_key(record)
         self._finish_all(record)
-        owner, gone = self.owner, Cause.CLIENT_GONE
-        owner.perform(owner.core.cancel(record.request, gone, "scheduler", owner.now()))
+        owner, cause = self.owner, Cause.LOG_UNAVAILABLE
+        owner.perform(owner.core.cancel(record.request, cause, "scheduler", owner.now()))
 
     # --- to readers ---------------------------------------------------------------------------
 

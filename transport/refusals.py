@@ -60,6 +60,7 @@ ABORTS: dict[Cause, tuple[Code, str]] = {
     Cause.SCHEDULER_RESTARTED: (Code.UNAVAILABLE, "SCHEDULER_RESTARTED"),
     Cause.SHUTDOWN: (Code.UNAVAILABLE, "SHUTDOWN"),
     Cause.NO_ENGINE: (Code.UNAVAILABLE, "NO_ENGINE"),
+    Cause.LOG_UNAVAILABLE: (Code.UNAVAILABLE, "LOG_UNAVAILABLE"),
 }
 """Code and reason of a request that ended without its answer after admission."""
 
@@ -78,6 +79,7 @@ _PHRASES: dict[Cause, str] = {
     Cause.SCHEDULER_RESTARTED: "the scheduler was restarted",
     Cause.SHUTDOWN: "the deployment shut down",
     Cause.NO_ENGINE: "no engine could take the request up again",
+    Cause.LOG_UNAVAILABLE: "the event log could not be written",
 }
 
 _RETRIED = frozenset({RejectCode.QUEUE_FULL, RejectCode.QUEUE_TIMEOUT})

@@ -167,6 +167,8 @@ class _CauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Cause.ValueType
     """The deployment was shut down."""
     CAUSE_NO_ENGINE: _Cause.ValueType  # 14
     """No engine that could hold it came in time."""
+    CAUSE_LOG_UNAVAILABLE: _Cause.ValueType  # 15
+    """Its admission could not be stored, which its client was told."""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
     """Why an attempt or a request ended without its answer."""
@@ -201,6 +203,8 @@ CAUSE_SHUTDOWN: Cause.ValueType  # 13
 """The deployment was shut down."""
 CAUSE_NO_ENGINE: Cause.ValueType  # 14
 """No engine that could hold it came in time."""
+CAUSE_LOG_UNAVAILABLE: Cause.ValueType  # 15
+"""Its admission could not be stored, which its client was told."""
 Global___Cause: _TypeAlias = Cause  # noqa: Y015
 
 class _FinishReason:
