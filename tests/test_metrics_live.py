@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 import attrs
 import grpc
+import h11
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
@@ -30,6 +31,7 @@ from tests.tiny import tiny_llama
 from transport import metrics_server
 from transport.credentials import CallerRole, Credential
 from transport.metrics import LIVE_METRICS
+from transport.metrics_server import MetricsServer, Reply
 from transport.metrics_text import exposition
 from transport.new_credentials import entry_text
 from transport.pb import admin_pb2, log_pb2
@@ -184,6 +186,23 @@ async def test_a_scraper_that_asks_for_openmetrics_gets_it(model: Path) -> None:
     assert {"custody_requests", "custody_phase_seconds", "custody_engine_pages"} <= names
 
 
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+@pytest.mark.parametrize("version", ["9999", "2.0.0", "1.0.1", "", "x"])
+async def test_a_version_that_nobody_knows_is_not_answered(
+    model: Path, kind: str, version: str
+) -> None:
+    """What is said of a body is what it is: the next alternative counts, or the oldest form."""
+    unknown = f"{kind}; version={version}; escaping=allow-utf-8"
+    with capture_logs() as logs:
+        async with deployment(model, metrics_port=0, engines=False):
+            port = port_in(logs)
+            alone = await fetch(port, headers={"Accept": unknown})
+            known = "application/openmetrics-text; version=1.0.0;q=0.1"
+            both = await fetch(port, headers={"Accept": f"{unknown}, {known}"})
+    assert alone.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert both.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0;")
+
+
 async def test_without_a_port_nothing_listens(model: Path) -> None:
     """Metrics are opt-in."""
     with capture_logs() as logs:
@@ -271,25 +290,61 @@ async def test_a_connection_that_asks_for_nothing_is_ended(
     assert not [one for one in logs if one["event"] == "metrics_failed"]
 
 
-async def test_too_many_scrapers_are_turned_away(
+async def test_a_newcomer_takes_the_place_of_the_one_that_is_silent_longest(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Connections are counted, and one that ends makes room."""
-    monkeypatch.setattr(metrics_server, "CONNECTIONS_MAX", 2)
+    """Whoever has asked once, or never, keeps nobody out by saying nothing."""
+    monkeypatch.setattr(metrics_server, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(metrics_server, "REQUEST_SECONDS", 1000.0)
+    with capture_logs() as logs:
+        async with deployment(model, metrics_port=0, engines=False), AsyncExitStack() as kept:
+
+            async def dial() -> anyio.abc.ByteStream:
+                stream = await anyio.connect_tcp("127.0.0.1", port_in(logs))
+                return await kept.enter_async_context(stream)
+
+            async def answered(stream: anyio.abc.ByteStream) -> None:
+                await stream.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await stream.receive()).startswith(b"HTTP/1.1 404")
+
+            never, once, often = [await dial() for _ in range(3)]
+            await answered(once)
+            await answered(often)
+            for longest in (never, once):
+                newcomer = await dial()
+                await answered(newcomer)
+                await ends(longest)
+                await answered(often)
+            await answered(newcomer)
+
+
+async def test_nobody_is_ended_who_is_being_answered(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections are counted: one too many is turned away, and one that ends makes room."""
+    monkeypatch.setattr(metrics_server, "CONNECTIONS_MAX", 1)
+    asked, go_on, answer = anyio.Event(), anyio.Event(), MetricsServer._answer
+
+    async def later(
+        server: MetricsServer, request: h11.Request, stream: anyio.abc.ByteStream
+    ) -> Reply:
+        asked.set()
+        await go_on.wait()
+        return await answer(server, request, stream)
+
+    monkeypatch.setattr(MetricsServer, "_answer", later)
     with capture_logs() as logs:
         async with deployment(model, metrics_port=0, engines=False):
             port = port_in(logs)
-            held = [await anyio.connect_tcp("127.0.0.1", port) for _ in range(2)]
-            for stream in held:
-                await stream.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-                await stream.receive()
-            async with await anyio.connect_tcp("127.0.0.1", port) as beyond:
-                with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
-                    await beyond.receive()
-            for stream in held:
-                await stream.send(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                await ends(stream)
-                await stream.aclose()
+            async with await anyio.connect_tcp("127.0.0.1", port) as first:
+                await first.send(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                await asked.wait()
+                async with await anyio.connect_tcp("127.0.0.1", port) as beyond:
+                    with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                        await beyond.receive()
+                go_on.set()
+                assert (await first.receive()).startswith(b"HTTP/1.1 404")
+                await ends(first)
             assert (await fetch(port)).status == 200
 
 

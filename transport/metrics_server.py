@@ -10,8 +10,8 @@ credentials, and where there are credentials only an operator may read.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from transport.settings import InvalidSetting, SchedulerSettings
 
 PATH = b"/metrics"
 CONNECTIONS_MAX = 16
-"""Scrapers at once; whoever comes beyond that is turned away."""
+"""Scrapers at once; whoever comes beyond that takes the place of the one that has said nothing for
+longest, and is turned away when every other is being answered."""
 REQUEST_SECONDS = 10.0
 """How long a handshake, a request or its answer may take."""
 IDLE_SECONDS = 150.0
@@ -107,11 +108,12 @@ class MetricsServer:
         self._files = files
         self._context = context
         self._connections = 0
+        self._silent: dict[anyio.CancelScope, None] = {}
 
     async def handle(self, stream: anyio.abc.SocketStream) -> None:
         """Serve one connection until it ends."""
         async with stream:
-            if self._connections >= CONNECTIONS_MAX:
+            if self._connections >= CONNECTIONS_MAX and not self._end_a_silent_one():
                 return
             self._connections += 1
             try:
@@ -125,10 +127,32 @@ class MetricsServer:
             finally:
                 self._connections -= 1
 
+    def _end_a_silent_one(self) -> bool:
+        """End the connection that is waited for longest; False when none is."""
+        scope = next(iter(self._silent), None)
+        if scope is None:
+            return False
+        del self._silent[scope]
+        scope.deadline = anyio.current_time()
+        return True
+
+    @contextmanager
+    def _listening(self, seconds: float) -> Iterator[None]:
+        """Wait for what the scraper says, in a place that another may take.
+
+        Raises TimeoutError after `seconds`, and when the place is taken.
+        """
+        with anyio.fail_after(seconds) as scope:
+            self._silent[scope] = None
+            try:
+                yield
+            finally:
+                self._silent.pop(scope, None)
+
     async def _converse(self, plain: anyio.abc.SocketStream) -> None:
         stream: anyio.abc.ByteStream = plain
         if self._context is not None:
-            with anyio.fail_after(REQUEST_SECONDS):
+            with self._listening(REQUEST_SECONDS):
                 stream = await TLSStream.wrap(
                     plain,
                     server_side=True,
@@ -138,7 +162,7 @@ class MetricsServer:
         connection, patience = h11.Connection(h11.SERVER), REQUEST_SECONDS
         while True:
             try:
-                with anyio.fail_after(patience):
+                with self._listening(patience):
                     request = await _next_request(stream, connection)
                 if request is None:
                     return

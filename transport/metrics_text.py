@@ -20,6 +20,9 @@ from prometheus_client.registry import Collector
 
 from lifecycle.tally_metrics import BOUNDS_NS, SECOND_NS, Distribution, Family, Kind
 
+VERSIONS = ("version=0.0.4", "version=1.0.0")
+"""Versions of the text form; the later one is OpenMetrics' as well."""
+
 
 @attrs.frozen(eq=False)
 class _Families(Collector):
@@ -61,15 +64,26 @@ def registry(families: Iterable[Family], *, process: bool = False) -> CollectorR
     return found
 
 
-def exposition(families: Iterable[Family], *, process: bool = False) -> str:
+def exposition(families: Iterable[Family]) -> str:
     """The text form, version 0.0.4."""
-    return generate_latest(registry(families, process=process)).decode()
+    return generate_latest(registry(families)).decode()
 
 
 def encoded(collectors: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """The form that a scraper asks for in its Accept header, and that form's name."""
-    encode, content_type = choose_encoder(accept)
+    """The form that a scraper asks for in its Accept header, and that form's name.
+
+    An alternative of a version that is not known is no alternative.
+    """
+    # The library would give any higher version's name to what it writes.
+    known = ",".join(filter(_known, accept.split(",")))
+    encode, content_type = choose_encoder(known)
     return encode(collectors), content_type
+
+
+def _known(alternative: str) -> bool:
+    """Whether an alternative of an Accept header leaves the version open or names a known one."""
+    parameters = (one.strip() for one in alternative.split(";"))
+    return all(one in VERSIONS for one in parameters if one.startswith("version="))
 
 
 def document(text: str) -> list[dict[str, Any]]:
