@@ -115,11 +115,11 @@ def _counter(
     return Metric(name=name, kind=Kind.COUNTER, help=text, labels=labels, known=known)
 
 
-def _gauge(name: str, text: str, labels: Labels = (), known: tuple[Labels, ...] = ((),)) -> Metric:
+def gauge(name: str, text: str, labels: Labels = (), known: tuple[Labels, ...] = ((),)) -> Metric:
+    """A metric that shows a level."""
     return Metric(name=name, kind=Kind.GAUGE, help=text, labels=labels, known=known)
 
 
-OUTCOMES = ("finished", "aborted", "rejected")
 TIMED = (Phase.ADMITTED, Phase.DECODING, Phase.REQUEUED, Phase.ENDED)
 """Phases that a request leaves again."""
 
@@ -139,7 +139,7 @@ REQUESTS = _counter(
     ("outcome", "reason"),
     _outcomes(),
 )
-OPEN_REQUESTS = _gauge(
+OPEN_REQUESTS = gauge(
     "custody_open_requests",
     "Requests that hold or may still hold pages, by phase.",
     ("phase",),
@@ -231,19 +231,19 @@ RECOVERIES = _counter(
     ("proof",),
     each(RecoveryProof),
 )
-ENGINE_PAGES = _gauge(
+ENGINE_PAGES = gauge(
     "custody_engine_pages",
     "Pages of each rank that lives, by state; the four states sum to its capacity.",
     (*_RANK, "state"),
     (),
 )
-QUARANTINE_PAGES = _gauge(
+QUARANTINE_PAGES = gauge(
     "custody_quarantine_pages",
     "Pages of each rank that lives which are out of circulation now, by cause.",
     (*_RANK, "cause"),
     (),
 )
-ENGINE_SLOTS = _gauge(
+ENGINE_SLOTS = gauge(
     "custody_engine_slots",
     "Request slots of each rank that lives, by state.",
     (*_RANK, "state"),
@@ -282,7 +282,7 @@ DROPPED_PROPOSALS = _counter(
 
 # --- fleet ----------------------------------------------------------------------------------------
 
-ENGINES = _gauge(
+ENGINES = gauge(
     "custody_engines",
     "Engines that are part of the fleet, by role and by whether they take new requests.",
     ("role", "state"),
@@ -300,7 +300,7 @@ LOSSES = _counter(
     ("cause",),
     each(LostCause),
 )
-EPOCH = _gauge("custody_scheduler_epoch", "The scheduler's life; it only grows.")
+EPOCH = gauge("custody_scheduler_epoch", "The scheduler's life; it only grows.")
 
 METRICS: tuple[Metric, ...] = (
     *(EVENTS, REQUESTS, OPEN_REQUESTS, ATTEMPTS, REQUEUES, PROMPT_TOKENS, NEW_TOKENS),

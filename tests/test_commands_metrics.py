@@ -121,6 +121,7 @@ async def test_a_captured_log_gives_what_the_scheduler_prints(
         path = tmp_path / "captured.jsonl"
         path.write_text("".join(jsonlines(list(here.store.tail(1)), complete=True)))
     assert code == 0
+    capsys.readouterr()
     assert cli.run(["metrics", str(path)]) == 0
     assert from_the_log(live) == from_the_log(capsys.readouterr().out)
     assert any(one["name"] == "custody_queued_requests" for one in lines)

@@ -10,51 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lifecycle.tally_metrics import Family, Kind, Labels, Metric, Value
+from lifecycle.tally_metrics import Family, Labels, Value, gauge
 from transport.scheduler_owner import SchedulerOwner
 
-QUEUED = Metric(
-    name="custody_queued_requests",
-    kind=Kind.GAUGE,
-    help="Requests that wait for admission; the log does not know them yet.",
+QUEUED = gauge(
+    "custody_queued_requests",
+    "Requests that wait for admission; the log does not know them yet.",
 )
-ACCEPTING = Metric(
-    name="custody_accepting",
-    kind=Kind.GAUGE,
-    help="Whether new requests are let in: 1, or 0 while the scheduler shuts down.",
+ACCEPTING = gauge(
+    "custody_accepting",
+    "Whether new requests are let in: 1, or 0 while the scheduler shuts down.",
 )
-LOG_WRITABLE = Metric(
-    name="custody_log_writable",
-    kind=Kind.GAUGE,
-    help="Whether the store took what it was given last: 1, or 0 while it cannot be written.",
+LOG_WRITABLE = gauge(
+    "custody_log_writable",
+    "Whether the store took what it was given last: 1, or 0 while it cannot be written.",
 )
-LOG_WAITING = Metric(
-    name="custody_log_waiting_entries",
-    kind=Kind.GAUGE,
-    help="Entries that the store has not taken yet.",
+LOG_WAITING = gauge("custody_log_waiting_entries", "Entries that the store has not taken yet.")
+LOG_VOLATILE = gauge(
+    "custody_log_volatile_entries",
+    "Entries that the store has taken and not made durable yet.",
 )
-LOG_VOLATILE = Metric(
-    name="custody_log_volatile_entries",
-    kind=Kind.GAUGE,
-    help="Entries that the store has taken and not made durable yet.",
+LOG_ROOM = gauge(
+    "custody_log_room_bytes", "Free bytes where the log lies, if the store knows.", known=()
 )
-LOG_ROOM = Metric(
-    name="custody_log_room_bytes",
-    kind=Kind.GAUGE,
-    help="Free bytes where the log lies, if the store knows.",
-    known=(),
-)
-LOG_ROOM_MIN = Metric(
-    name="custody_log_room_min_bytes",
-    kind=Kind.GAUGE,
-    help="Free bytes below which nothing is admitted.",
-)
-CONNECTED = Metric(
-    name="custody_rank_connected",
-    kind=Kind.GAUGE,
-    help="Whether the stream of each rank that lives is up: 1 or 0.",
-    labels=("engine", "incarnation", "rank"),
-    known=(),
+LOG_ROOM_MIN = gauge("custody_log_room_min_bytes", "Free bytes below which nothing is admitted.")
+CONNECTED = gauge(
+    "custody_rank_connected",
+    "Whether the stream of each rank that lives is up: 1 or 0.",
+    ("engine", "incarnation", "rank"),
+    (),
 )
 LIVE_METRICS = (
     *(QUEUED, ACCEPTING, LOG_WRITABLE, LOG_WAITING, LOG_VOLATILE),
