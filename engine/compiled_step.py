@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.decode_step import Outcome
 from engine.model import Model
-from engine.paged import SequenceSlice, SliceOutOfBoundsError
+from engine.paged import RowCountError, SequenceSlice, SliceOutOfBoundsError
 from engine.pool import KVPool
 from engine.rope import angles, inverse_frequencies
 from engine.step_plan import live_table
@@ -87,6 +87,8 @@ class CompiledSteps:
 
     @torch.inference_mode()
     def run(self, tokens: Sequence[int], sequences: Sequence[SequenceSlice]) -> Outcome:
+        if len(tokens) != len(sequences):
+            raise RowCountError(rows=len(tokens), expected=len(sequences))
         if not sequences:
             return Outcome(torch.empty(0, self._shape.vocabulary), {})
         tables = _Tables.of(self._pool, sequences, split_pages=self._shape.split_pages)
@@ -114,11 +116,13 @@ class CompiledSteps:
         flags = memory.flags.view(-1, FLAG_WORDS)[: len(tables.starts)]
         bad = torch.nonzero(flags[:, 0]).flatten().tolist()
         counters, layers = self._pool.counters, self._shape.layers
+        blocks = layers * int(tables.live.sum())
         if self._checked:
-            counters.reads_checked += layers * int(tables.live.sum())
-            counters.reads_rechecked += layers * int(tables.live.sum())
+            counters.reads_checked += blocks
+            # A row that failed is not looked at to the end.
+            counters.reads_rechecked += blocks - layers * int(tables.live[bad].sum())
         else:
-            counters.reads_unchecked += layers * int(tables.live.sum())
+            counters.reads_unchecked += blocks
         counters.mismatches += len(bad)
         return {row: self._describe(tables, row, flags[row].tolist()) for row in bad}
 
@@ -156,7 +160,7 @@ class CompiledSteps:
     def _memory_for(self, rows: int, splits: int) -> _Memory:
         memory = self._memory
         if rows > memory.rows or splits > memory.splits:
-            # Doubled, so that a growing batch does not make new memory at every step.
+            # Parts are doubled, so that growing contexts do not make new memory at every step.
             self._memory = memory = _Memory.of(
                 self._shape,
                 rows=max(rows, memory.rows),

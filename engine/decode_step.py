@@ -50,6 +50,7 @@ class DecodeSteps(Protocol):
             SliceOutOfBoundsError: pages outside the pool, or fewer than the tokens need, or a
                 sequence that appends another number of tokens than one.
             TagZeroError: a tag is 0.
+            RowCountError: another number of tokens than of sequences.
         """
 
 

@@ -122,8 +122,9 @@ class PagedBatch:
         self._pool.counters.reads_checked += checked
         self._pool.counters.mismatches += len(failed)
         self._mismatches = dict(failed)
-        self._guarded_blocks = self._pool.layout.layers * sum(
-            plan.live_pages for number, plan in enumerate(self._plans) if number not in failed
+        # From what was compared, not from what was to be: a compare left out shows as unchecked.
+        self._guarded_blocks = checked - self._pool.layout.layers * sum(
+            self._plans[number].live_pages for number in failed
         )
         if failed:
             kept = [

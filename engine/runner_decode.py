@@ -60,6 +60,7 @@ class _Answer:
     first_token_ns: int = 0
     pages_read: int = 0
     reads_checked: int = 0
+    reads_unchecked: int = 0
 
 
 class DecodeRunner:
@@ -139,7 +140,12 @@ class DecodeRunner:
             self._open(part)
         sequences = [SequenceSlice(page_runs(p.pages), tuple(p.tags), p.position, 1) for p in parts]
         inputs = [_input(part, answer) for part, answer in zip(parts, answers, strict=True)]
+        counters = self.pool.counters
+        before = counters.reads_unchecked
         logits, mismatches = attrs.astuple(self.compute.run(inputs, sequences), recurse=False)
+        for answer in answers:
+            # The pool does not say whose reads went unchecked, so no request of the step is clean.
+            answer.reads_unchecked += counters.reads_unchecked - before
         lives = [(part.request, part.attempt) for part in parts]
         mismatches = self.scrubber.after_step(lives, sequences, mismatches)
         self.steps += 1
@@ -222,7 +228,7 @@ class DecodeRunner:
                 self._digest(part.request, answer.tokens),
                 answer.pages_read,
                 answer.reads_checked,
-                0,
+                answer.reads_unchecked,
             )
 
     def _text(self, answer: _Answer, token: int) -> tuple[str, str | int | None, bool]:

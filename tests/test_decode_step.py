@@ -16,8 +16,8 @@ from engine.allocator import PageRun
 from engine.compiled_step import CompiledSteps
 from engine.decode_step import DecodeSteps, PlainSteps, make_steps
 from engine.model import Model
-from engine.paged import PagedBatch, SequenceSlice, SliceOutOfBoundsError
-from engine.pool import KVPool
+from engine.paged import PagedBatch, RowCountError, SequenceSlice, SliceOutOfBoundsError
+from engine.pool import KVPool, PoolCounters
 from engine.team import Team
 from engine.weights import load_model
 from kernels import cpu
@@ -169,6 +169,7 @@ def test_a_wrong_header_fails_its_sequence_alone(
     for room in rooms:
         # Filled counts down from what is there, all other words to another value.
         room.pool.memory.words[layer, page, word] -= 1
+    rooms[1].pool.counters = PoolCounters()
     before = rooms[1].pool.memory.words[:, page, :4].clone()
     tokens = [room.prompts[n][lengths[n]] for room in rooms[:1] for n in range(3)]
     ways: list[DecodeSteps] = [PlainSteps(model, rooms[0].pool), compiled(rooms[1], threads=2)]
@@ -179,8 +180,10 @@ def test_a_wrong_header_fails_its_sequence_alone(
     assert list(outcomes[1].mismatches) == [1]
     assert torch.equal(outcomes[1].logits[[0, 2]], expected[[0, 2]])
     assert torch.equal(rooms[1].pool.memory.words[:, page, :4], before)
-    assert rooms[1].pool.counters.mismatches == 1
-    assert rooms[1].pool.counters.reads_unchecked == 0
+    # Of six, five and one live pages in two layers the failed row's are not looked at to the end.
+    assert rooms[1].pool.counters == PoolCounters(
+        reads_checked=24, reads_rechecked=14, mismatches=1, reads_unchecked=0
+    )
 
 
 def test_a_page_of_another_contributes_nothing(model: Model) -> None:
@@ -248,6 +251,14 @@ def test_a_bad_table_is_refused(
         compiled(room).run([1], [SequenceSlice(pages, 5, start, count)])
     with pytest.raises(TagZeroError):
         compiled(room).run([1], [SequenceSlice(room.tables[0], 0, 40, 1)])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_sequence_has_one_token(model: Model, count: int) -> None:
+    """Too few would leave rows of an earlier step, too many would move memory under an address."""
+    room = Room(model, (3, 4))
+    with pytest.raises(RowCountError):
+        compiled(room).run([5] * count, room.slices([0, 1]))
 
 
 def test_no_sequences_give_no_rows(model: Model) -> None:
@@ -345,8 +356,9 @@ def test_a_fault_in_a_helper_is_raised_to_the_caller() -> None:
 
 def test_a_team_starts_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a thread cannot be had, those before it end and nothing is done; the next work has all."""
-    team, helpers, seen = Team(3), [], []
-    start = threading.Thread.start
+    helpers: list[threading.Thread] = []
+    seen: list[int] = []
+    team, start = Team(3), threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
         if thread.name == "step-2":

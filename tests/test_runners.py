@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import decode_step
 from engine.allocator import runs_of
 from engine.dataplane import Write
 from engine.digests import keyed_digest
@@ -44,6 +45,7 @@ from lifecycle.ids import (
 )
 from tests.test_model import some_tokens
 from tests.tiny import EOS, tiny_llama
+from transport.bench_inside import unchecked
 
 PAGE = 8
 LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=16, page_tokens=PAGE)
@@ -375,6 +377,27 @@ def test_finished_counts_what_was_done(pair: Pair, length: int) -> None:
     assert finished.reads_unchecked == pair.decode.pool.counters.reads_unchecked == 0
     assert pair.decode.prompt_tokens_computed == 1
     assert pair.decode.tokens_sampled == pair.decode.steps == 12
+
+
+@pytest.mark.parametrize("path", ["plain", "compiled"])
+def test_a_compare_left_out_is_in_the_answer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """One step without its compares, on either path: its reads are in `Finished` as unchecked."""
+    prompt = prompt_of(PAGE)
+    arrive(pair, prompt)
+    sound = pair.decode.compute
+    with monkeypatch.context() as patch:
+        if path == "plain":
+            patch.setattr(decode_step, "why_plain", lambda _model, _pool: "for a test")
+        bare = unchecked(pair.model, pair.decode.pool, threads=1)
+    assert bare.path == path
+    pair.decode.compute = bare
+    order = order_of(prompt, most=2)
+    assert pair.step(PAGE - 1, 0, order).failed == {}
+    pair.decode.compute = sound
+    finished = pair.step(PAGE, 1, order).finished[ONE]
+    assert finished.reads_unchecked == pair.decode.pool.counters.reads_unchecked == LAYOUT.layers
 
 
 def test_a_step_needs_the_pages_that_prefill_wrote(pair: Pair) -> None:
