@@ -1,7 +1,7 @@
 """The operations on pages, one signature each, computed by what suits the memory's device.
 
-It owns the check of operands and the choice between the plain-torch reference, Triton kernels and
-compiled CPU code. It must not know how any of them computes.
+It owns the check of operands and the choice between the plain-torch reference and Triton kernels.
+It must not know how either computes.
 
 Memory on a CUDA or HIP device goes to Triton, memory on a CPU to the reference. `backend` names one
 explicitly, for tests and measures.
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from kernels.layout import PageMemory
 from kernels.tables import (
+    LayerStep,
     OperandError,
     PageLabels,
     PageTables,
     require_heads,
     require_labels,
-    require_tables,
     require_vector,
 )
 
@@ -92,7 +92,7 @@ def decode_attention(
     Raises:
         OperandError: shapes, dtypes, devices or strides that do not fit.
     """
-    require_tables(memory, tables, flags, layer=layer)
+    step = LayerStep(memory, layer, tables, flags)
     require_heads("queries", queries, memory)
     if queries.shape[0] != tables.sequences:
         shape = tuple(queries.shape)
@@ -100,7 +100,7 @@ def decode_attention(
         raise OperandError(operand="queries", quantity="shape", found=shape, required=wanted)
     output = _output(queries, output)
     if queries.shape[0]:
-        _chosen(memory, backend).decode_attention(memory, layer, queries, tables, flags, output)
+        _chosen(memory, backend).decode_attention(step, queries, output)
     return output
 
 
@@ -124,11 +124,11 @@ def prefill_attention(
     Raises:
         OperandError: shapes, dtypes, devices or strides that do not fit.
     """
-    require_tables(memory, tables, flags, layer=layer)
+    step = LayerStep(memory, layer, tables, flags)
     require_heads("queries", queries, memory)
     output = _output(queries, output)
     if queries.shape[0] and tables.sequences and tables.rows_max > 0:
-        _chosen(memory, backend).prefill_attention(memory, layer, queries, tables, flags, output)
+        _chosen(memory, backend).prefill_attention(step, queries, output)
     return output
 
 
@@ -151,14 +151,14 @@ def write_tokens(
     Raises:
         OperandError: shapes, dtypes, devices or strides that do not fit.
     """
-    require_tables(memory, tables, flags, layer=layer)
+    step = LayerStep(memory, layer, tables, flags)
     for name, rows in (("keys", keys), ("values", values)):
         require_heads(name, rows, memory, heads=memory.layout.kv_heads)
     if keys.shape != values.shape:
         found, required = tuple(values.shape), tuple(keys.shape)
         raise OperandError(operand="values", quantity="shape", found=found, required=required)
     if keys.shape[0] and tables.sequences and tables.rows_max > 0:
-        _chosen(memory, backend).write_tokens(memory, layer, keys, values, tables, flags)
+        _chosen(memory, backend).write_tokens(step, keys, values)
 
 
 def check_headers(

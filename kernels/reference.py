@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import digest, headers
 from kernels.layout import PageMemory
-from kernels.tables import Fault, PageLabels, PageTables
+from kernels.tables import Fault, LayerStep, PageLabels
 
 name = "reference"
 
@@ -41,10 +41,11 @@ def _page_fault(
     return fault
 
 
-def _length_fault(memory: PageMemory, tables: PageTables, sequence: int, row_count: int) -> Fault:
+def _length_fault(step: LayerStep, sequence: int, row_count: int) -> Fault:
+    tables = step.tables
     tokens, rows = int(tables.tokens[sequence]), int(tables.rows[sequence])
     first = int(tables.first_row[sequence])
-    room = tables.width * memory.layout.page_tokens
+    room = tables.width * step.memory.layout.page_tokens
     sound = (
         0 <= tokens <= room
         and 0 <= rows <= min(tokens, tables.rows_max)
@@ -53,39 +54,30 @@ def _length_fault(memory: PageMemory, tables: PageTables, sequence: int, row_cou
     return Fault(0) if sound else Fault.LENGTH
 
 
-def _faults(
-    memory: PageMemory, layer: int, tables: PageTables, sequence: int, *, first: int, tokens: int
-) -> Fault:
-    """What is wrong with a sequence's pages from logical page `first` on, up to `tokens` tokens."""
-    size = memory.layout.page_tokens
+def _faults(step: LayerStep, sequence: int, positions: range, *, held: int) -> Fault:
+    """What is wrong with a sequence's pages of these logical numbers where it holds `held` tokens."""
+    size = step.memory.layout.page_tokens
     fault = Fault(0)
-    for position in range(first, memory.layout.pages_for_tokens(tokens)):
+    for position in positions:
         fault |= _page_fault(
-            memory,
-            layer,
-            page=int(tables.pages[sequence, position]),
-            tag=int(tables.tags[sequence, position]),
+            step.memory,
+            step.layer,
+            page=int(step.tables.pages[sequence, position]),
+            tag=int(step.tables.tags[sequence, position]),
             position=position,
-            needed=min(tokens - position * size, size),
+            needed=min(max(held - position * size, 0), size),
         )
     return fault
 
 
-def _attend(
-    memory: PageMemory,
-    layer: int,
-    queries: Tensor,
-    tables: PageTables,
-    sequence: int,
-    *,
-    tokens: int,
-) -> Tensor:
+def _attend(step: LayerStep, queries: Tensor, sequence: int, *, tokens: int) -> Tensor:
     """Causal softmax attention of the last rows of one sequence, in float32 or wider."""
+    memory = step.memory
     size, block_rows = memory.layout.page_tokens, memory.layout.block_rows
     places = torch.arange(tokens, device=queries.device)
-    index = tables.pages[sequence].long()[places // size] * block_rows + places % size
+    index = step.tables.pages[sequence].long()[places // size] * block_rows + places % size
     wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    rows = memory.rows[layer].index_select(0, index).to(wide)
+    rows = memory.rows[step.layer].index_select(0, index).to(wide)
     count, heads, head_dim = queries.shape
     group = heads // memory.layout.kv_heads
     grouped = queries.to(wide).view(count, memory.layout.kv_heads, group, head_dim)
@@ -96,104 +88,70 @@ def _attend(
     return torch.einsum("hgqt,thd->qhgd", weights, rows[:, 1]).reshape(count, heads, head_dim)
 
 
-def decode_attention(
-    memory: PageMemory,
-    layer: int,
-    queries: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-    output: Tensor,
-) -> Tensor:
+def decode_attention(step: LayerStep, queries: Tensor, output: Tensor) -> Tensor:
     """As `dispatch.decode_attention` says."""
+    layout, tables, flags = step.memory.layout, step.tables, step.flags
     for sequence in range(tables.sequences):
         tokens = int(tables.tokens[sequence])
-        fault = Fault(0)
-        if not 0 <= tokens <= tables.width * memory.layout.page_tokens:
-            fault = Fault.LENGTH
-        else:
-            fault = _faults(memory, layer, tables, sequence, first=0, tokens=tokens)
+        fault = Fault.LENGTH
+        if 0 <= tokens <= tables.width * layout.page_tokens:
+            live = range(layout.pages_for_tokens(tokens))
+            fault = _faults(step, sequence, live, held=tokens)
         flags[sequence] |= int(fault)
         if int(flags[sequence]) or tokens == 0:
             output[sequence] = 0
         else:
             one = queries[sequence : sequence + 1]
-            output[sequence] = _attend(memory, layer, one, tables, sequence, tokens=tokens)[0]
+            output[sequence] = _attend(step, one, sequence, tokens=tokens)[0]
     return output
 
 
-def prefill_attention(
-    memory: PageMemory,
-    layer: int,
-    queries: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-    output: Tensor,
-) -> Tensor:
+def prefill_attention(step: LayerStep, queries: Tensor, output: Tensor) -> Tensor:
     """As `dispatch.prefill_attention` says."""
+    layout, tables, flags = step.memory.layout, step.tables, step.flags
     for sequence in range(tables.sequences):
-        fault = _length_fault(memory, tables, sequence, queries.shape[0])
+        fault = _length_fault(step, sequence, queries.shape[0])
         if fault:
             flags[sequence] |= int(fault)
             continue
         tokens, rows = int(tables.tokens[sequence]), int(tables.rows[sequence])
         if rows == 0:
             continue
-        flags[sequence] |= int(_faults(memory, layer, tables, sequence, first=0, tokens=tokens))
+        live = range(layout.pages_for_tokens(tokens))
+        flags[sequence] |= int(_faults(step, sequence, live, held=tokens))
         first = int(tables.first_row[sequence])
         mine = slice(first, first + rows)
         if int(flags[sequence]):
             output[mine] = 0
         else:
-            output[mine] = _attend(memory, layer, queries[mine], tables, sequence, tokens=tokens)
+            output[mine] = _attend(step, queries[mine], sequence, tokens=tokens)
     return output
 
 
-def write_tokens(
-    memory: PageMemory,
-    layer: int,
-    keys: Tensor,
-    values: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-) -> None:
+def write_tokens(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     """As `dispatch.write_tokens` says."""
+    memory, tables, flags = step.memory, step.tables, step.flags
     size, block_rows = memory.layout.page_tokens, memory.layout.block_rows
     for sequence in range(tables.sequences):
-        fault = _length_fault(memory, tables, sequence, keys.shape[0])
+        fault = _length_fault(step, sequence, keys.shape[0])
         tokens, rows = int(tables.tokens[sequence]), int(tables.rows[sequence])
+        start = tokens - rows
+        touched = range(start // size, memory.layout.pages_for_tokens(tokens))
         if fault == Fault(0) and rows > 0:
-            fault = _write_fault(memory, layer, tables, sequence, start=tokens - rows, stop=tokens)
+            fault = _faults(step, sequence, touched, held=start)
         flags[sequence] |= int(fault)
         if int(flags[sequence]) or rows == 0:
             continue
         first = int(tables.first_row[sequence])
-        places = torch.arange(tokens - rows, tokens, device=keys.device)
+        places = torch.arange(start, tokens, device=keys.device)
         table = tables.pages[sequence].long()
         index = table[places // size] * block_rows + places % size
         mine = slice(first, first + rows)
-        memory.rows[layer].index_copy_(0, index, torch.stack((keys[mine], values[mine]), 1))
-        for position in range((tokens - rows) // size, memory.layout.pages_for_tokens(tokens)):
-            words = memory.words[layer, int(table[position])]
+        memory.rows[step.layer].index_copy_(0, index, torch.stack((keys[mine], values[mine]), 1))
+        for position in touched:
+            words = memory.words[step.layer, int(table[position])]
             words[2] = min(tokens - position * size, size)
             words[3] = 0
-
-
-def _write_fault(
-    memory: PageMemory, layer: int, tables: PageTables, sequence: int, *, start: int, stop: int
-) -> Fault:
-    """What is wrong with the pages that a sequence appends to, before it does."""
-    size = memory.layout.page_tokens
-    fault = Fault(0)
-    for position in range(start // size, memory.layout.pages_for_tokens(stop)):
-        fault |= _page_fault(
-            memory,
-            layer,
-            page=int(tables.pages[sequence, position]),
-            tag=int(tables.tags[sequence, position]),
-            position=position,
-            needed=max(0, start - position * size),
-        )
-    return fault
 
 
 def check_headers(memory: PageMemory, labels: PageLabels, flags: Tensor) -> None:

@@ -170,28 +170,6 @@ def require_vector(
             raise OperandError(operand=name, quantity=quantity, found=found, required=required)
 
 
-def require_tables(memory: PageMemory, tables: PageTables, flags: Tensor, *, layer: int) -> None:
-    """Raises OperandError unless tables, flags and layer fit the memory."""
-    device = memory.octets.device
-    if tables.pages.dim() != 2:
-        raise OperandError(
-            operand="pages",
-            quantity="shape",
-            found=tuple(tables.pages.shape),
-            required="[sequences, table width]",
-        )
-    table, vector = tuple(tables.pages.shape), (tables.sequences,)
-    require_vector("pages", tables.pages, shape=table, dtype=torch.int32, device=device)
-    require_vector("tags", tables.tags, shape=table, dtype=torch.int64, device=device)
-    for name in ("tokens", "rows", "first_row"):
-        value = getattr(tables, name)
-        require_vector(name, value, shape=vector, dtype=torch.int32, device=device)
-    require_vector("flags", flags, shape=vector, dtype=torch.int32, device=device)
-    if not 0 <= layer < memory.layout.layers:
-        required = f"0 to {memory.layout.layers - 1}"
-        raise OperandError(operand="layer", quantity="value", found=layer, required=required)
-
-
 def require_labels(name: str, labels: PageLabels, flags: Tensor, *, device: torch.device) -> None:
     """Raises OperandError unless labels and flags agree."""
     vector = (labels.pages.numel(),)
@@ -236,3 +214,42 @@ def require_heads(name: str, rows: Tensor, memory: PageMemory, *, heads: int | N
     if not packed:
         required = f"(any, {layout.head_dim}, 1)"
         raise OperandError(operand=name, quantity="strides", found=rows.stride(), required=required)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStep:
+    """One layer of a step over a pool, whose parts fit each other once this is made.
+
+    flags: int32 `[S]`, one for each sequence of the tables; bits are only added.
+
+    Raises:
+        OperandError: a shape, dtype, device or stride does not fit, or there is no such layer.
+    """
+
+    memory: PageMemory
+    layer: int
+    tables: PageTables
+    flags: Tensor
+
+    def __post_init__(self) -> None:
+        tables, layers = self.tables, self.memory.layout.layers
+        if tables.pages.dim() != 2:
+            raise OperandError(
+                operand="pages",
+                quantity="shape",
+                found=tuple(tables.pages.shape),
+                required="[sequences, table width]",
+            )
+        device = self.memory.octets.device
+        table, vector = tuple(tables.pages.shape), (tables.sequences,)
+        require_vector("pages", tables.pages, shape=table, dtype=torch.int32, device=device)
+        require_vector("tags", tables.tags, shape=table, dtype=torch.int64, device=device)
+        for name in ("tokens", "rows", "first_row"):
+            value = getattr(tables, name)
+            require_vector(name, value, shape=vector, dtype=torch.int32, device=device)
+        require_vector("flags", self.flags, shape=vector, dtype=torch.int32, device=device)
+        if not 0 <= self.layer < layers:
+            required = f"0 to {layers - 1}"
+            raise OperandError(
+                operand="layer", quantity="value", found=self.layer, required=required
+            )

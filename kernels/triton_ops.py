@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.layout import PageMemory
-from kernels.tables import PageLabels, PageTables
+from kernels.tables import LayerStep, PageLabels
 from kernels.triton_attention import attention_kernel, join_kernel
 from kernels.triton_pages import check_kernel, copy_kernel, digest_kernel, write_kernel
 from kernels.triton_shapes import (
@@ -48,43 +48,22 @@ class Launch:
         self.kernel[self.grid](*self.arguments, shape=self.shape, num_warps=self.warps)
 
 
-def decode_attention(
-    memory: PageMemory,
-    layer: int,
-    queries: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-    output: Tensor,
-) -> Tensor:
+def decode_attention(step: LayerStep, queries: Tensor, output: Tensor) -> Tensor:
     """As `dispatch.decode_attention` says."""
-    for launch in plan_decode(memory, layer, queries, tables, flags, output):
+    for launch in plan_decode(step, queries, output):
         launch()
     return output
 
 
-def prefill_attention(
-    memory: PageMemory,
-    layer: int,
-    queries: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-    output: Tensor,
-) -> Tensor:
+def prefill_attention(step: LayerStep, queries: Tensor, output: Tensor) -> Tensor:
     """As `dispatch.prefill_attention` says."""
-    plan_prefill(memory, layer, queries, tables, flags, output)()
+    plan_prefill(step, queries, output)()
     return output
 
 
-def write_tokens(
-    memory: PageMemory,
-    layer: int,
-    keys: Tensor,
-    values: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-) -> None:
+def write_tokens(step: LayerStep, keys: Tensor, values: Tensor) -> None:
     """As `dispatch.write_tokens` says."""
-    plan_write(memory, layer, keys, values, tables, flags)()
+    plan_write(step, keys, values)()
 
 
 def check_headers(memory: PageMemory, labels: PageLabels, flags: Tensor) -> None:
@@ -119,36 +98,20 @@ def copy_pages(
 # --- Launches -------------------------------------------------------------------------------------
 
 
-def plan_prefill(
-    memory: PageMemory,
-    layer: int,
-    queries: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-    output: Tensor,
-) -> Launch:
+def plan_prefill(step: LayerStep, queries: Tensor, output: Tensor) -> Launch:
     """The launch of a prefill attention."""
-    shape = attention_shape(memory.layout, heads=queries.shape[1], decode=False, split=False)
-    blocks = -(-tables.rows_max // QUERY_ROWS)
-    grid = (tables.sequences, memory.layout.kv_heads, blocks)
-    nothing = flags.new_empty(1, dtype=torch.float32)
-    arguments = _attention_arguments(
-        memory, layer, queries, tables, flags, output, (nothing, nothing, nothing)
-    )
+    layout, tables = step.memory.layout, step.tables
+    shape = attention_shape(layout, heads=queries.shape[1], decode=False, split=False)
+    grid = (tables.sequences, layout.kv_heads, -(-tables.rows_max // QUERY_ROWS))
+    nothing = queries.new_empty(1, dtype=torch.float32)
+    arguments = _attention_arguments(step, queries, output, (nothing, nothing, nothing))
     # With fewer warps the running result of so many rows does not fit into registers.
     return Launch(attention_kernel, grid, arguments, shape, warps=8)
 
 
-def plan_decode(
-    memory: PageMemory,
-    layer: int,
-    queries: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-    output: Tensor,
-) -> list[Launch]:
+def plan_decode(step: LayerStep, queries: Tensor, output: Tensor) -> list[Launch]:
     """The launches of a decode attention, in order; their shapes say that headers are checked."""
-    layout = memory.layout
+    layout, tables = step.memory.layout, step.tables
     heads, sequences = queries.shape[1], tables.sequences
     tokens_a_split = split_tokens(layout)
     splits = max(1, -(-tables.width * layout.page_tokens // tokens_a_split))
@@ -157,9 +120,7 @@ def plan_decode(
     peaks = torch.empty(parts, dtype=torch.float32, device=queries.device)
     sums = torch.empty_like(peaks)
     partial = torch.empty((*parts, layout.head_dim), dtype=torch.float32, device=queries.device)
-    arguments = _attention_arguments(
-        memory, layer, queries, tables, flags, output, (partial, peaks, sums)
-    )
+    arguments = _attention_arguments(step, queries, output, (partial, peaks, sums))
     grid = (sequences, layout.kv_heads, splits)
     launches = [Launch(attention_kernel, grid, arguments, shape)]
     if splits > 1:
@@ -167,38 +128,21 @@ def plan_decode(
             Launch(
                 join_kernel,
                 (sequences, heads),
-                (output, partial, peaks, sums, tables.tokens, flags, splits),
+                (output, partial, peaks, sums, tables.tokens, step.flags, splits),
                 join_shape(layout, heads=heads),
             )
         )
     return launches
 
 
-def plan_write(
-    memory: PageMemory,
-    layer: int,
-    keys: Tensor,
-    values: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-) -> Launch:
+def plan_write(step: LayerStep, keys: Tensor, values: Tensor) -> Launch:
     """The launch that writes the rows of a step."""
-    layout = memory.layout
+    layout, tables = step.memory.layout, step.tables
     touched = -(-tables.rows_max // layout.page_tokens) + 1
     arguments = (
         keys,
         values,
-        memory.octets.view(torch.int64),
-        memory.octets.view(layout.dtype),
-        tables.pages,
-        tables.tags,
-        tables.tokens,
-        tables.rows,
-        tables.first_row,
-        flags,
-        layer,
-        memory.pages,
-        tables.width,
+        *_step_arguments(step),
         keys.stride(0),
         values.stride(0),
         keys.shape[0],
@@ -212,10 +156,7 @@ def plan_check(memory: PageMemory, labels: PageLabels, flags: Tensor) -> Launch:
     """The launch that compares headers."""
     arguments = (
         memory.octets.view(torch.int64),
-        labels.pages,
-        labels.tags,
-        labels.positions,
-        labels.filled,
+        *_label_arguments(labels),
         flags,
         labels.count,
         memory.pages,
@@ -228,10 +169,7 @@ def plan_digest(memory: PageMemory, labels: PageLabels, flags: Tensor, digests: 
     """The launch that digests blocks into int64 `[layers, N]`."""
     arguments = (
         memory.octets.view(torch.int32),
-        labels.pages,
-        labels.tags,
-        labels.positions,
-        labels.filled,
+        *_label_arguments(labels),
         flags,
         digests,
         labels.count,
@@ -257,10 +195,7 @@ def plan_copy(
         source.octets.view(torch.int64),
         destination.octets.view(torch.int32),
         destination.octets.view(torch.int64),
-        labels.pages,
-        labels.tags,
-        labels.positions,
-        labels.filled,
+        *_label_arguments(labels),
         *targets,
         flags,
         digests,
@@ -273,32 +208,38 @@ def plan_copy(
 
 
 def _attention_arguments(
-    memory: PageMemory,
-    layer: int,
-    queries: Tensor,
-    tables: PageTables,
-    flags: Tensor,
-    output: Tensor,
-    buffers: tuple[Tensor, Tensor, Tensor],
+    step: LayerStep, queries: Tensor, output: Tensor, buffers: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Any, ...]:
-    layout = memory.layout
+    """All arguments of `attention_kernel`; buffers: results, peaks and sums of splits."""
     return (
         queries,
         output,
         *buffers,
+        *_step_arguments(step),
+        queries.stride(0),
+        queries.shape[0],
+        step.tables.rows_max,
+        step.memory.layout.head_dim**-0.5,
+    )
+
+
+def _step_arguments(step: LayerStep) -> tuple[Any, ...]:
+    """What attention and writing take alike: the pool by words and elements, and the tables."""
+    memory, tables = step.memory, step.tables
+    return (
         memory.octets.view(torch.int64),
-        memory.octets.view(layout.dtype),
+        memory.octets.view(memory.layout.dtype),
         tables.pages,
         tables.tags,
         tables.tokens,
         tables.rows,
         tables.first_row,
-        flags,
-        layer,
+        step.flags,
+        step.layer,
         memory.pages,
         tables.width,
-        queries.stride(0),
-        queries.shape[0],
-        tables.rows_max,
-        layout.head_dim**-0.5,
     )
+
+
+def _label_arguments(labels: PageLabels) -> tuple[Tensor, ...]:
+    return labels.pages, labels.tags, labels.positions, labels.filled

@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
@@ -158,7 +158,7 @@ def lower_bound_of_ratio(slower: Sequence[float], faster: Sequence[float]) -> tu
     return statistics.median(ratios), ratios[index]
 
 
-def rows_of(part: str, figures: Iterator[tuple[str, float, str, float | None]]) -> Iterator[Row]:
+def rows_of(part: str, figures: Iterable[tuple[str, float, str, float | None]]) -> Iterator[Row]:
     """Rows of one part from (case, figure, unit, least wanted)."""
     for case, figure, unit, least in figures:
         wanted = "" if least is None else f">= {least:g}"

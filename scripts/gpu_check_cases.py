@@ -6,7 +6,9 @@ Must not know: the command line, how rows are printed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import attrs
@@ -18,11 +20,11 @@ from engine.allocator import runs_of
 from engine.device_steps import DeviceBatch
 from engine.model import LayerWeights, Model, ModelWeights
 from engine.model_config import ModelConfig
-from engine.pool import KVPool
+from engine.pool import KVPool, filled_counts
 from engine.step_plan import SequenceSlice
 from kernels import digest, dispatch, headers, pack, triton_ops
 from kernels.layout import PageLayout, PageMemory
-from kernels.tables import PageLabels, PageTables, new_flags
+from kernels.tables import LayerStep, PageLabels, PageTables, new_flags
 from scripts.gpu_check import Row, Sizes, Turns, lower_bound_of_ratio, rows_of, times
 
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -104,7 +106,7 @@ def filled(layout: PageLayout, lengths: list[int], device: torch.device) -> Fill
 
 def all_rows(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """Every part of the table, in order."""
-    yield from correctness(device, sizes)
+    yield from correctness(device)
     yield from decode_times(device, sizes)
     yield from page_times(device, sizes)
     yield from step_times(device, sizes)
@@ -113,7 +115,7 @@ def all_rows(device: torch.device, sizes: Sizes) -> Iterator[Row]:
 # --- Correctness ----------------------------------------------------------------------------------
 
 
-def correctness(device: torch.device, sizes: Sizes) -> Iterator[Row]:
+def correctness(device: torch.device) -> Iterator[Row]:
     """Largest difference of each attention from float64, and equality of all that is exact."""
     tiny = device.type == "cpu"
     lengths = TINY_LENGTHS if tiny else LENGTHS
@@ -131,7 +133,6 @@ def correctness(device: torch.device, sizes: Sizes) -> Iterator[Row]:
                 yield Row(name, case, found, "max error", f"<= {tolerance:g}", passed)
             for name, equal in exact(world).items():
                 yield Row(name, case, float(equal), "", "equal", equal)
-    del sizes
 
 
 def naive(world: Filled, number: int, queries: Tensor, tokens: int) -> Tensor:
@@ -162,7 +163,8 @@ def attention_errors(world: Filled, lengths: list[int], group: int) -> dict[str,
         world.memory, 0, queries[: len(lengths)], world.tables, flags, one.to(layout.dtype),
         backend="triton",
     )  # fmt: skip
-    chunk = attrs_of(world.tables, rows=rows, first=first)
+    rows_on, first_on = torch.tensor([rows, first], dtype=torch.int32, device=device)
+    chunk = dataclasses.replace(world.tables, rows=rows_on, first_row=first_on, rows_max=max(rows))
     out = torch.full_like(queries, float("nan"))
     filled_out = dispatch.prefill_attention(
         world.memory, 0, queries, chunk, flags, out, backend="triton"
@@ -182,19 +184,6 @@ def attention_errors(world: Filled, lengths: list[int], group: int) -> dict[str,
     if bool(flags.any()):
         return dict.fromkeys(errors, float("inf"))
     return errors
-
-
-def attrs_of(tables: PageTables, *, rows: list[int], first: list[int]) -> PageTables:
-    """The same tables with other rows."""
-    device = tables.pages.device
-    return PageTables(
-        pages=tables.pages,
-        tags=tables.tags,
-        tokens=tables.tokens,
-        rows=torch.tensor(rows, dtype=torch.int32, device=device),
-        first_row=torch.tensor(first, dtype=torch.int32, device=device),
-        rows_max=max(rows),
-    )
 
 
 def exact(world: Filled) -> dict[str, bool]:
@@ -238,29 +227,39 @@ def exact(world: Filled) -> dict[str, bool]:
 # --- Times ----------------------------------------------------------------------------------------
 
 
+def layout_of(sizes: Sizes, layers: int, dtype: torch.dtype) -> PageLayout:
+    """The pages of the measured model."""
+    return PageLayout(
+        layers=layers,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        page_tokens=sizes.page_tokens,
+        dtype=dtype,
+    )
+
+
 def memory_limit(device: torch.device, sizes: Sizes) -> float:
     """Bytes a second that a large copy reads and writes."""
     source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     (seconds,) = times([lambda: target.copy_(source)], turns=turns_of(device, sizes))
-    return 2 * sizes.copy_bytes / sorted(seconds)[len(seconds) // 2]
+    return 2 * sizes.copy_bytes / median(seconds)
 
 
 def decode_times(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """Decode attention beside SDPA on contiguous memory, and with the compare of headers off."""
-    layout = PageLayout(
-        layers=1,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        page_tokens=sizes.page_tokens,
-        dtype=torch.bfloat16,
-    )
+    layout = layout_of(sizes, 1, torch.bfloat16)
     world = filled(layout, [sizes.context] * sizes.batch, device)
     shape = (sizes.batch, sizes.heads, sizes.head_dim)
     queries = torch.randn(shape, device=device).to(layout.dtype)
     output, flags = torch.empty_like(queries), new_flags(sizes.batch, device)
-    launches = triton_ops.plan_decode(world.memory, 0, queries, world.tables, flags, output)
-    unchecked = [attrs_shape(launch) for launch in launches]
+    launches = triton_ops.plan_decode(
+        LayerStep(world.memory, 0, world.tables, flags), queries, output
+    )
+    # The first launch alone compares headers; its copy without is for this measure alone.
+    attend, *join = launches
+    constants: Any = attend.shape
+    unchecked = [dataclasses.replace(attend, shape=constants._replace(checked=False)), *join]
     keys, values = (part.transpose(1, 2).contiguous() for part in (world.keys, world.values))
 
     def ours() -> None:
@@ -277,7 +276,7 @@ def decode_times(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         )
 
     seconds = times([ours, without, sdpa], turns=turns_of(device, sizes))
-    middle = [sorted(each)[len(each) // 2] for each in seconds]
+    middle = [median(each) for each in seconds]
     limit = memory_limit(device, sizes)
     read = 2 * sizes.batch * sizes.context * layout.half_row_bytes
     ratio, least = lower_bound_of_ratio(seconds[0], seconds[1])
@@ -292,28 +291,14 @@ def decode_times(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         ("checked against unchecked", ratio, "", None),
         ("its lower bound", least, "", 0.99 if measured else None),
     ]
-    yield from rows_of(f"decode {case}", iter(figures))
+    yield from rows_of(f"decode {case}", figures)
     if bool(flags.any()):
         yield Row(f"decode {case}", "flags raised", float(flags.count_nonzero()), "", "0", False)
 
 
-def attrs_shape(launch: Any) -> Any:
-    """The same launch without the compare, for this measure alone."""
-    shape = launch.shape
-    if "checked" in shape._fields:
-        shape = shape._replace(checked=False)
-    return triton_ops.Launch(launch.kernel, launch.grid, launch.arguments, shape, launch.warps)
-
-
 def page_times(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """Digests and packing of all pages."""
-    layout = PageLayout(
-        layers=4,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        page_tokens=sizes.page_tokens,
-        dtype=torch.bfloat16,
-    )
+    layout = layout_of(sizes, 4, torch.bfloat16)
     world = filled(layout, [sizes.context] * max(1, sizes.batch // 8), device)
     labels = world.labels
     flags = new_flags(labels.count, device)
@@ -333,29 +318,21 @@ def page_times(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     seconds = times([digests, packing], turns=turns_of(device, sizes))
     limit = memory_limit(device, sizes)
     size = labels.count * layout.page_bytes
-    rates = [
-        factor * size / sorted(s)[len(s) // 2] for factor, s in zip((1, 2), seconds, strict=True)
-    ]
+    rates = [factor * size / median(s) for factor, s in zip((1, 2), seconds, strict=True)]
     least = None if device.type == "cpu" else 0.7
     figures = [
         ("digest", rates[0] / 1e9, "GB/s", None),
         ("digest, share of the limit", rates[0] / limit, "", least),
         ("pack (read and written)", rates[1] / 1e9, "GB/s", None),
     ]
-    yield from rows_of("pages", iter(figures))
+    yield from rows_of("pages", figures)
 
 
 def step_times(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     """A whole decode step of a model of random weights, launches and the wait at its end included."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = random_model(sizes, device, dtype)
-    layout = PageLayout(
-        layers=sizes.layers,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        page_tokens=sizes.page_tokens,
-        dtype=dtype,
-    )
+    layout = layout_of(sizes, sizes.layers, dtype)
     batch = max(1, sizes.batch // 4)
     tokens = sizes.context // 4
     count = layout.pages_for_tokens(tokens + 1)
@@ -363,20 +340,16 @@ def step_times(device: torch.device, sizes: Sizes) -> Iterator[Row]:
     slices = []
     for number in range(batch):
         runs = runs_of(list(range(number * count, (number + 1) * count)))
-        pool.open_pages(runs, tag=TAG + number, first_position=0)
         slices.append(SequenceSlice(tuple(runs), TAG + number, tokens, 1))
     pool.memory.rows.zero_()
     for number in range(batch):
         pages = torch.arange(number * count, (number + 1) * count, device=device)
-        fills = (tokens - torch.arange(count, device=device) * layout.page_tokens).clamp(
-            0, layout.page_tokens
-        )
         headers.stamp(
             pool.memory,
             pages,
             tags=headers.tag_tensor(TAG + number, count, device),
             positions=torch.arange(count, device=device),
-            filled=fills,
+            filled=filled_counts(layout, count, tokens, device),
         )
     ids = torch.zeros(batch, dtype=torch.int64, device=device)
     places = torch.full((batch,), tokens, dtype=torch.int64, device=device)
@@ -389,12 +362,12 @@ def step_times(device: torch.device, sizes: Sizes) -> Iterator[Row]:
         failed.extend(work.end_step())
 
     (seconds,) = times([step], turns=attrs.evolve(turns_of(device, sizes), launches=1))
-    middle = sorted(seconds)[len(seconds) // 2]
+    middle = median(seconds)
     figures = [
         ("time", middle * 1e3, "ms", None),
         ("tokens a second", batch / middle, "", None),
     ]
-    yield from rows_of(f"step, {sizes.layers} layers, {batch} x {tokens}", iter(figures))
+    yield from rows_of(f"step, {sizes.layers} layers, {batch} x {tokens}", figures)
     yield Row("step", "sequences failed", float(len(failed)), "", "0", not failed)
 
 

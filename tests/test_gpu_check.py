@@ -62,7 +62,7 @@ def test_a_lower_bound_lies_below_the_median() -> None:
 def test_a_figure_is_met_or_missed() -> None:
     """What nothing is asked of has no verdict."""
     rows = list(
-        gpu_check.rows_of("p", iter([("a", 0.9, "", 0.8), ("b", 0.7, "", 0.8), ("c", 1, "", None)]))
+        gpu_check.rows_of("p", [("a", 0.9, "", 0.8), ("b", 0.7, "", 0.8), ("c", 1, "", None)])
     )
     assert [row.passed for row in rows] == [True, False, None]
     assert [row.wanted for row in rows] == [">= 0.8", ">= 0.8", ""]

@@ -4,17 +4,16 @@ Owns: which variants are compiled for which targets, and the table in the docume
 Must not know: how the kernels work.
 
 No GPU is needed: Triton's wheel holds the compilers for NVIDIA and AMD.
-Run as a program it writes the table; with `--check` it fails where the table is stale.
+Run as a program it writes the table.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -25,12 +24,12 @@ from triton.compiler import ASTSource
 
 from kernels import triton_ops
 from kernels.layout import PageLayout, PageMemory
-from kernels.tables import PageLabels, PageTables, new_flags
+from kernels.tables import LayerStep, PageLabels, PageTables, new_flags
 from kernels.triton_ops import Launch
+from tools import generate_docs, house
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs/kernels.md"
-BEGIN, END = "<!-- kernel reports: begin -->", "<!-- kernel reports: end -->"
+DOCUMENT = house.ROOT / "docs/kernels.md"
+PART = "kernel-reports"
 
 LAYOUT = PageLayout(layers=32, kv_heads=8, head_dim=128, page_tokens=32, dtype=torch.bfloat16)
 """The shape of common models of 7 to 9 billion parameters."""
@@ -74,13 +73,7 @@ class Report:
 def launches(layout: PageLayout = LAYOUT, heads: int = HEADS) -> dict[str, Launch]:
     """Every kernel in every variant that the operations launch, over tiny operands."""
     # The smallest memory with all layers would be large; the kernels' constants are the same.
-    one = PageLayout(
-        layers=1,
-        kv_heads=layout.kv_heads,
-        head_dim=layout.head_dim,
-        page_tokens=layout.page_tokens,
-        dtype=layout.dtype,
-    )
+    one = dataclasses.replace(layout, layers=1)
     memory, staging = PageMemory.allocate(one, 32), PageMemory.allocate(one, 1)
     table = PageTables.of([list(range(32))], [[1] * 32], tokens=[1024], rows=[512])
     labels = PageLabels.of([0], [1], positions=[0], filled=[32])
@@ -89,12 +82,13 @@ def launches(layout: PageLayout = LAYOUT, heads: int = HEADS) -> dict[str, Launc
     keys = torch.zeros((16, one.kv_heads, one.head_dim), dtype=one.dtype)
     digests = torch.zeros((1, 1), dtype=torch.int64)
     targets = (labels.pages, labels.tags)
-    attend, join = triton_ops.plan_decode(memory, 0, queries, table, flags, queries)
+    step = LayerStep(memory, 0, table, flags)
+    attend, join = triton_ops.plan_decode(step, queries, queries)
     found = {
         "decode attention, split": attend,
         "decode attention, join": join,
-        "prefill attention": triton_ops.plan_prefill(memory, 0, queries, table, flags, queries),
-        "write": triton_ops.plan_write(memory, 0, keys, keys, table, flags),
+        "prefill attention": triton_ops.plan_prefill(step, queries, queries),
+        "write": triton_ops.plan_write(step, keys, keys),
         "check": triton_ops.plan_check(memory, labels, flags),
         "digest": triton_ops.plan_digest(memory, labels, flags, digests),
     }
@@ -148,38 +142,24 @@ def report(kernel: str, target: str, built: Any) -> Report:
     return Report(kernel, target, registers, _number(r"\.vgpr_spill_count:\s+(\d+)", text), shared)
 
 
-def table(progress: Callable[[str], None] | None = None) -> str:
-    """The whole table, in Markdown."""
+def table() -> str:
+    """The whole table, in Markdown; what is being compiled is told on stderr."""
     lines = [
         "| kernel | target | registers | spilled | shared bytes |",
         "|---|---|---|---|---|",
     ]
     for kernel, launch in launches().items():
         for name, target in TARGETS.items():
-            if progress is not None:
-                progress(f"{kernel} for {name}")
+            print(f"{kernel} for {name}", file=sys.stderr)
             lines.append(report(kernel, name, compiled(launch, target)).line())
     return "\n".join(lines)
 
 
 def kept_lines(document: str) -> list[str]:
     """The lines between the marks in the document."""
-    return document.split(BEGIN, 1)[1].split(END, 1)[0].strip().splitlines()
-
-
-def main(arguments: list[str]) -> int:
-    """Write the table, or with `--check` compare it."""
-    new = table(lambda sentence: print(sentence, file=sys.stderr))
-    document = DOCUMENT.read_text()
-    if "--check" in arguments:
-        if kept_lines(document) == new.splitlines():
-            return 0
-        print(f"{DOCUMENT.name} is stale: run python -m tools.kernel_reports")
-        return 1
-    before, rest = document.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{new}\n{END}{after}")
-    return 0
+    _, _, rest = document.partition(generate_docs.begin(PART))
+    kept, _, _ = rest.partition(generate_docs.end(PART))
+    return kept.strip().splitlines()
 
 
 def _number(pattern: str, text: str) -> int:
@@ -194,4 +174,4 @@ def _stack(usage: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    DOCUMENT.write_text(generate_docs.filled(DOCUMENT.read_text(), {PART: table}))
