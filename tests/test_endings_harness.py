@@ -5,23 +5,28 @@ has no way to it.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
+import grpc
 import pytest
 
 from lifecycle.events import Aborted, Admitted, Cause, Event, Finished, FinishReason, Leg
 from lifecycle.ids import EngineId
 from tests.faults import page
-from tests.faults.asking import Told
+from tests.faults.asking import Asking, Told
 from tests.faults.cell import all_cells
 from tests.faults.kept import keep, load
+from tests.faults.load import Load, Shape
 from tests.faults.moments import MOMENTS
 from tests.faults.relay import Relay
 from tests.faults.table import FAULTS, PLANES, why_impossible
 from tools import house
 from transport.client import Refused, Unreachable
+from transport.pb import generation_pb2
+from transport.pb.generation_pb2 import GenerateRequest, GenerateResponse
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = (5, 6, 7)
@@ -96,6 +101,48 @@ def test_an_untruth_is_doubted(known: Told, events: list[Event], said: str) -> N
     doubts = known.doubts(events, TOKENS)
     assert len(doubts) == 1
     assert said in doubts[0]
+
+
+def _forgetful(_request: object, _context: object) -> Iterator[GenerateResponse]:
+    """A stream whose first chunk begins with the second token."""
+    yield GenerateResponse(admission=generation_pb2.Admission(request_id="r"))
+    yield GenerateResponse(chunk=generation_pb2.Chunk(first_index=1, token_ids=[5]))
+
+
+@pytest.fixture
+def gapped() -> Iterator[str]:
+    """The address of a scheduler that forgets the first token."""
+    generate = grpc.unary_stream_rpc_method_handler(
+        _forgetful,
+        request_deserializer=GenerateRequest.FromString,
+        response_serializer=GenerateResponse.SerializeToString,
+    )
+    service = grpc.method_handlers_generic_handler(
+        "custody.v1.GenerationService", {"Generate": generate}
+    )
+    server = grpc.server(ThreadPoolExecutor(2), [service])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_a_stream_with_a_gap_fails_whoever_waits_for_it(gapped: str) -> None:
+    """What goes wrong in a call's own thread is not lost there."""
+    asking = Asking(gapped, GenerateRequest())
+    with pytest.raises(AssertionError, match="no gap"):
+        asking.wait()
+    asking.close()
+
+
+def test_a_load_fails_when_one_of_its_clients_does(gapped: str) -> None:
+    """A client that is gone is not a smaller load."""
+    relay = Relay(gapped)
+    clients = Load(relay, 2, Shape())
+    with pytest.raises(AssertionError, match="no gap"), clients:
+        pass
+    assert clients.done == []
+    relay.close()
 
 
 # --- the table ------------------------------------------------------------------------------------

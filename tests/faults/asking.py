@@ -34,6 +34,7 @@ class Asking:
         self.text = ""
         self.outcome: Outcome | None = None
         self.error: Refused | Unreachable | None = None
+        self._fault: BaseException | None = None
         self.answered_ns = 0
         self.left = False
         self.legs: dict[str, str] = {}
@@ -65,6 +66,8 @@ class Asking:
                     self._changed.notify_all()
         except grpc.RpcError as error:
             self.error = refusal(error, self._address)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the call is waited for
+            self._fault = error
         finally:
             with self._changed:
                 self.answered_ns = time.monotonic_ns()
@@ -100,9 +103,11 @@ class Asking:
         self._call.cancel()
 
     def wait(self, seconds: float = CALL_SECONDS) -> None:
-        """The call ends."""
+        """The call ends.  Raises AssertionError for a stream with a gap, too."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"no answer in {seconds:.0f} s"
+        if self._fault is not None:
+            raise self._fault
 
     def close(self) -> None:
         """Let go of the channel."""

@@ -116,7 +116,6 @@ def _crash(bench: Bench, part: str, sizes: Sizes) -> dict[str, Any]:
         load.wait(sizes.before)
         killed_ns = time.monotonic_ns()
         bench.children[part].kill()
-        open_then = CLIENTS
         if part == "scheduler":
             bench.start_scheduler()
         else:
@@ -130,7 +129,7 @@ def _crash(bench: Bench, part: str, sizes: Sizes) -> dict[str, Any]:
     doubts = answers_doubted(bench, load.done, references=40)
     return {
         "requests": len(load.done),
-        "open_at_the_kill": open_then,
+        "open_at_the_kill": CLIENTS,
         "untruthful": len(doubts),
         "doubts": doubts[:5],
         "refused_or_broken": sum(d.status != "OK" for d in after),

@@ -10,7 +10,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, Self
 
 import attrs
 
@@ -23,6 +24,12 @@ from transport.pb.generation_pb2 import GenerateRequest
 NS = 1e9
 WORDS = 250
 REFUSED_SECONDS = 0.2
+
+
+class Reached(Protocol):
+    """What is asked, at an address that may change."""
+
+    address: str
 
 
 @attrs.define
@@ -56,45 +63,50 @@ class Shape:
 
 
 class Load:
-    """So many clients; used as a context manager, at whose end each has its last answer."""
+    """So many clients; used as a context manager, at whose end each has its last answer.
 
-    def __init__(self, bench: Bench, clients: int, shape: Shape, *, seed: int = 0) -> None:
+    Leaving it raises what a client has raised.
+    """
+
+    def __init__(self, bench: Reached, clients: int, shape: Shape, *, seed: int = 0) -> None:
         self.done: list[Done] = []
         self._bench = bench
         self._shape = shape
         self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._ask_on, args=(random.Random(seed * 1000 + number),))
-            for number in range(clients)
-        ]
+        self._ended = threading.Condition()
+        self._chances = [random.Random(seed * 1000 + number) for number in range(clients)]
+        self._pool = ThreadPoolExecutor(clients)
+        self._clients: list[Future[None]] = []
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._clients = [self._pool.submit(self._ask_on, chance) for chance in self._chances]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
+        for client in self._clients:
+            client.result()
 
     def wait(self, count: int, *, seconds: float = 120.0) -> None:
         """So many more requests have ended."""
-        until, goal = time.monotonic() + seconds, len(self.done) + count
-        pace = threading.Event()
-        while len(self.done) < goal:
-            assert time.monotonic() < until, f"{len(self.done)} of {goal} requests have ended"
-            pace.wait(0.02)
+        with self._ended:
+            goal = len(self.done) + count
+            enough = self._ended.wait_for(lambda: len(self.done) >= goal, seconds)
+        assert enough, f"{len(self.done)} of {goal} requests have ended"
 
     def _ask_on(self, chance: random.Random) -> None:
-        while not self._stop.is_set():
+        """At least once, and until it is enough."""
+        while True:
             done = self._ask(chance)
-            with self._lock:
+            with self._ended:
                 self.done.append(done)
+                self._ended.notify_all()
             if done.asking.error is not None:
                 # As any client does that is refused, or that nobody answers.
                 self._stop.wait(REFUSED_SECONDS)
+            if self._stop.is_set():
+                return
 
     def _ask(self, chance: random.Random) -> Done:
         shape = self._shape
