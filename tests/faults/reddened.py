@@ -7,7 +7,7 @@ Must not know: how the log came about.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -38,6 +38,7 @@ from lifecycle.rules import RULES
 
 Log = list[tuple[int, Entry]]
 Change = Callable[[Entry], Entry]
+Kind = TypeVar("Kind", bound=Event)
 NUMBER = 1 << 40
 """A number that no proposal has."""
 
@@ -53,6 +54,11 @@ class Piece:
         """The request's entries of that kind, in order."""
         mine = (e for _, e in self.log if e.request == self.request)
         return [entry for entry in mine if isinstance(entry.event, kind)]
+
+    def events(self, kind: type[Kind]) -> list[Kind]:
+        """The request's events of that kind, in order."""
+        mine = (e.event for _, e in self.log if e.request == self.request)
+        return [event for event in mine if isinstance(event, kind)]
 
     def changed(self, kind: type[Event], change: Change, nth: int = 0) -> Log:
         """The log with the request's nth event of that kind changed."""
@@ -76,30 +82,24 @@ def first_piece(entries: Sequence[Stored], suits: Callable[[Piece], bool]) -> Pi
 def answered(piece: Piece) -> bool:
     """One attempt, several writes, a whole answer."""
     return (
-        len(piece.entries(Admitted)) == 1
-        and len(piece.entries(Transferred)) > 1
-        and bool(piece.entries(Finished))
+        len(piece.events(Admitted)) == 1
+        and len(piece.events(Transferred)) > 1
+        and bool(piece.events(Finished))
     )
 
 
 def ended_while_written(piece: Piece) -> bool:
     """One attempt, which ended before its writer had drained."""
     kinds = [type(e.event) for _, e in piece.log if e.request == piece.request]
-    return (
-        kinds.count(Admitted) == 1
-        and Aborted in kinds
-        and Drained in kinds[kinds.index(Aborted) :]
-        and Released in kinds[kinds.index(Aborted) + kinds[kinds.index(Aborted) :].index(Drained) :]
-    )
+    if kinds.count(Admitted) != 1 or Aborted not in kinds:
+        return False
+    after = kinds[kinds.index(Aborted) :]
+    return Drained in after and Released in after[after.index(Drained) :]
 
 
 def requeued_decoding(piece: Piece) -> bool:
     """An attempt that ended after some of its tokens were told."""
-    return any(_event(e, Requeued).tokens_relayed for e in piece.entries(Requeued))
-
-
-def _event(entry: Entry, _kind: type[Any]) -> Any:
-    return entry.event
+    return any(event.tokens_relayed for event in piece.events(Requeued))
 
 
 def _with(**changes: Any) -> Change:
@@ -116,34 +116,34 @@ def _instead(event: Event, proposer: Proposer) -> Change:
 
 def _not_drained(piece: Piece) -> Log:
     """As if the writer's proof had never taken effect."""
-    drained = _event(piece.entries(Drained)[0], Drained)
+    drained = piece.events(Drained)[0]
     dropped = Dropped(drained.party, NUMBER, "Drained", "current-attempt", drained.grant)
     return piece.changed(Drained, _instead(dropped, ByScheduler(_epoch(piece.log))))
 
 
 def _writer(piece: Piece) -> ByEngine:
     """Somebody else of the same attempt: the party that wrote."""
-    return ByEngine(_event(piece.entries(Drained)[0], Drained).party, NUMBER)
+    return ByEngine(piece.events(Drained)[0].party, NUMBER)
 
 
 def _decode(piece: Piece) -> ByEngine:
-    reserved = [_event(e, Reserved) for e in piece.entries(Reserved)]
+    reserved = piece.events(Reserved)
     owner = next(r.grant.owner for r in reserved if r.parties)
     return ByEngine(owner, NUMBER)
 
 
 def _leg(piece: Piece, name: str, **changes: Any) -> Log:
-    leg = getattr(_event(piece.entries(Admitted)[0], Admitted), name)
+    leg = getattr(piece.events(Admitted)[0], name)
     return piece.changed(Admitted, _with(**{name: attrs.evolve(leg, **changes)}))
 
 
 def _destination(piece: Piece) -> int:
-    reserved = [_event(e, Reserved) for e in piece.entries(Reserved)]
+    reserved = piece.events(Reserved)
     return next(nth for nth, one in enumerate(reserved) if one.parties)
 
 
 def _other_pages(piece: Piece) -> Log:
-    pages = _event(piece.entries(Transferred)[0], Transferred).pages
+    pages = piece.events(Transferred)[0].pages
     return piece.changed(
         Transferred, _with(pages=(PageRange(pages[0].first + 1, pages[0].count), *pages[1:]))
     )
@@ -156,13 +156,13 @@ def _first_write_again(piece: Piece) -> Log:
 
 def _one_write_less(piece: Piece) -> Log:
     writer = _writer(piece)
-    grant = _event(piece.entries(Transferred)[-1], Transferred).grant
+    grant = piece.events(Transferred)[-1].grant
     dropped = Dropped(writer.party, NUMBER, "Transferred", "current-attempt", grant)
     return piece.changed(Transferred, _instead(dropped, ByScheduler(_epoch(piece.log))), -1)
 
 
 def _late_grant(piece: Piece) -> Log:
-    reserved = _event(piece.entries(Reserved)[_destination(piece)], Reserved)
+    reserved = piece.events(Reserved)[_destination(piece)]
     late = attrs.evolve(reserved, grant=GrantId(reserved.grant.owner, NUMBER))
     return piece.changed(Released, _instead(late, _decode(piece)), -1)
 
@@ -174,8 +174,8 @@ def _released_again(piece: Piece) -> Log:
 
 def _others_page(piece: Piece) -> Log:
     """The answer grows into a page that the prompt has."""
-    reserved = _event(piece.entries(Reserved)[_destination(piece)], Reserved)
-    size = _event(piece.entries(Admitted)[0], Admitted).decode.page_tokens
+    reserved = piece.events(Reserved)[_destination(piece)]
+    size = piece.events(Admitted)[0].decode.page_tokens
     grown = attrs.evolve(
         reserved,
         grant=GrantId(reserved.grant.owner, NUMBER),
@@ -190,7 +190,7 @@ def _others_page(piece: Piece) -> Log:
 def _too_much(piece: Piece) -> Log:
     """A grant says more tokens than its pages hold."""
     nth = _destination(piece)
-    tokens = _event(piece.entries(Reserved)[nth], Reserved).tokens
+    tokens = piece.events(Reserved)[nth].tokens
     return piece.changed(Reserved, _with(tokens=TokenRange(tokens.start, tokens.stop + 4096)), nth)
 
 
@@ -201,7 +201,7 @@ def _cut_off(piece: Piece) -> Log:
         for i, (_, e) in enumerate(piece.log)
         if e.request == piece.request and isinstance(e.event, Finished)
     )
-    admitted = _event(piece.entries(Admitted)[0], Admitted)
+    admitted = piece.events(Admitted)[0]
     fleet = [e for _, e in piece.log[:at] if e.request == FLEET][-1]
     leg = admitted.decode
     late = attrs.evolve(
@@ -243,8 +243,7 @@ CHANGES: dict[str, tuple[Callable[[Piece], bool], Make]] = {
     "requeue-keeps-resources-honest": (
         requeued_decoding,
         lambda p: p.changed(
-            Requeued,
-            lambda e: _with(tokens_relayed=_event(e, Requeued).tokens_relayed + 1)(e),
+            Requeued, _with(tokens_relayed=p.events(Requeued)[0].tokens_relayed + 1)
         ),
     ),
     "bounded": (answered, _cut_off),
