@@ -190,10 +190,20 @@ async def test_a_malformed_message_within_an_engines_stream(model: Path) -> None
     async with deployment(model) as here:
         other = FakeEngine(Role.DECODE, here.address, name="other")
         hello = fleet_pb2.ConnectRequest(items=[fleet_pb2.EngineItem(hello=other.hello())])
-        connect = "/custody.v1.FleetService/Connect"
-        error = await sent(here.channel, connect, hello.SerializeToString(), b"\xff\xff")
-        assert error.code() is Code.INVALID_ARGUMENT
-        assert details(error)[0].metadata["size_bytes"] == "2"
+        connect: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+        connect = here.channel.stream_stream(CONNECT)
+        call = connect()
+        await call.write(hello.SerializeToString())
+        await call.write(b"\xff\xff")
+
+        async def to_the_end() -> None:
+            async for _ in call:
+                pass
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await to_the_end()
+        assert caught.value.code() is Code.INVALID_ARGUMENT
+        assert details(caught.value)[0].metadata["size_bytes"] == "2"
         await nothing_lost(here)
         here.tasks.start_soon(other.run)
         await other.synced.wait()

@@ -346,10 +346,8 @@ async def ended_with(
     """The status of a call, whatever it answers; a refusal says who refuses and why."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     # On the wire a single message is a stream of one.
-    callable_: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = here.channel.stream_stream(path)
-    call = callable_()
-    await call.write(request.SerializeToString())
-    await call.done_writing()
+    callable_: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = here.channel.unary_stream(path)
+    call = callable_(request.SerializeToString())
     error: grpc.aio.AioRpcError | None = None
     try:
         async for _ in call:
