@@ -19,8 +19,8 @@ from torch import Tensor
 from engine.allocator import PageRun, pages_of
 from engine.pool import KVPool, PoolCounters, filled_counts
 from kernels import dispatch, pack
-from kernels.digest import range_digest, to_unsigned
-from kernels.headers import HeaderMismatch
+from kernels.digest import range_digest
+from kernels.headers import HeaderMismatch, tag_tensor
 from kernels.layout import PageLayout, PageMemory
 from kernels.pack import VerifyReport
 from kernels.tables import PageLabels, new_flags
@@ -66,15 +66,13 @@ class DevicePool(KVPool):
         tag: int,
         first_position: int,
         tokens: int,
-        source_tag: int | None = None,
+        source_tag: int,
     ) -> int:
         """As `KVPool.pack`; the staging slots are on the host.
 
         Raises ForeignSourceError: a page does not bear `source_tag`, or by now not its place.
         """
         pages = pages_of(runs)
-        if source_tag is None:
-            source_tag = to_unsigned(int(self.memory.words[0, pages[0], 0]))
         labels = self._labels(pages, source_tag, first_position=first_position, tokens=tokens)
         buffer, flags = self._buffer(len(pages)), new_flags(len(pages), labels.pages.device)
         digests = dispatch.copy_pages(
@@ -83,7 +81,7 @@ class DevicePool(KVPool):
             labels,
             flags,
             target_pages=torch.arange(len(pages), dtype=torch.int32, device=flags.device),
-            target_tags=self._labels(pages, tag, first_position=0, tokens=0).tags,
+            target_tags=tag_tensor(tag, len(pages), flags.device),
             sealed=False,
         )
         for page, fault in zip(pages, flags.tolist(), strict=True):

@@ -219,7 +219,7 @@ class KVPool:
         tag: int,
         first_position: int,
         tokens: int,
-        source_tag: int | None = None,  # noqa: ARG002 - for pools on a device
+        source_tag: int,  # noqa: ARG002 - for pools on a device
     ) -> int:
         """Sealed copies of pages in staging slots, under the destination's tag.
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from engine.model import LayerWeights, Model
 from engine.pool import KVPool
-from engine.step_plan import SequenceSlice
+from engine.step_plan import SequenceSlice, live_table
 from kernels import dispatch, headers, pack
-from kernels.digest import ALGORITHM_WSUM32, range_digest, to_signed, to_unsigned
+from kernels.digest import ALGORITHM_WSUM32, range_digest, to_unsigned
 from kernels.headers import HeaderMismatch
 from kernels.tables import PageLabels, new_flags
 
@@ -111,7 +111,9 @@ class Scrubber:
         while sequences and self._credit_bytes >= layout.page_bytes and passed < len(sequences):
             number = self._turn % len(sequences)
             self._turn += 1
-            place = None if number in found else self._next(names[number], sequences[number])
+            place = (
+                None if number in found else self._next(number, names[number], sequences[number])
+            )
             if place is None:
                 passed += 1
                 continue
@@ -126,7 +128,7 @@ class Scrubber:
         """The sequence is over; its pages may be another's soon."""
         self._known.pop(name, None)
 
-    def _next(self, name: Hashable, sequence: SequenceSlice) -> _Place | None:
+    def _next(self, number: int, name: Hashable, sequence: SequenceSlice) -> _Place | None:
         """The sequence's next full page, round and round; None while it has none."""
         full = (sequence.start + sequence.count) // self._pool.layout.page_tokens
         if full == 0:
@@ -134,13 +136,8 @@ class Scrubber:
         known = self._known.setdefault(name, _Known())
         logical = known.turn % full
         known.turn = logical + 1
-        before = 0
-        for index, (first, count) in enumerate(sequence.pages):
-            if logical < before + count:
-                tag = sequence.tag if isinstance(sequence.tag, int) else sequence.tag[index]
-                return _Place(first + logical - before, tag, logical)
-            before += count
-        return None
+        pages, tags = live_table(self._pool, number, sequence)
+        return _Place(pages[logical], to_unsigned(tags[logical]), logical)
 
     def _look(self, place: _Place, known: _Known) -> HeaderMismatch | None:
         """Compare one page with what it bears and bore, or seal it."""
@@ -209,25 +206,24 @@ class Scrubber:
     def _digests(self, place: _Place) -> Tensor:
         """int64 `[layers]`: the digests of what the page holds."""
         memory = self._pool.memory
-        device = memory.octets.device
-        labels = PageLabels.of(
+        flags = new_flags(1, memory.octets.device)
+        return dispatch.digest_pages(memory, self._labels(place), flags)[:, 0]
+
+    def _header(self, place: _Place) -> HeaderMismatch | None:
+        labels = self._labels(place)
+        return headers.check(
+            self._pool.memory,
+            labels.pages.long(),
+            labels.tags,
+            labels.positions.long(),
+            labels.filled.long(),
+        ).first
+
+    def _labels(self, place: _Place) -> PageLabels:
+        return PageLabels.of(
             [place.page],
             [place.tag],
             positions=[place.logical],
-            filled=[memory.layout.page_tokens],
-            device=device,
+            filled=[self._pool.layout.page_tokens],
+            device=self._pool.memory.octets.device,
         )
-        return dispatch.digest_pages(memory, labels, new_flags(1, device))[:, 0]
-
-    def _header(self, place: _Place) -> HeaderMismatch | None:
-        def one(value: int) -> Tensor:
-            device = self._pool.memory.octets.device
-            return torch.tensor([value], dtype=torch.int64, device=device)
-
-        return headers.check(
-            self._pool.memory,
-            one(place.page),
-            one(to_signed(place.tag)),
-            one(place.logical),
-            one(self._pool.layout.page_tokens),
-        ).first

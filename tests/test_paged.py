@@ -271,7 +271,13 @@ def test_a_prompt_from_elsewhere_is_continued() -> None:
     step(prefill, [(near, 19)])
     # The slots are the target pages themselves, as if the write had landed.
     prefill.pack(
-        runs_of([9, 3, 4]), decode.memory, ((1, 3),), tag=TAGS[1], first_position=0, tokens=19
+        runs_of([9, 3, 4]),
+        decode.memory,
+        ((1, 3),),
+        tag=TAGS[1],
+        first_position=0,
+        tokens=19,
+        source_tag=TAGS[0],
     )
     report = decode.verify(((1, 3),), tag=TAGS[1], first_position=0, tokens=19)
     assert report.mismatch is None

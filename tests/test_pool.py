@@ -130,7 +130,9 @@ def test_pages_travel_from_pool_to_pool() -> None:
     source.memory.octets.random_(0, 256)
     target.memory.octets.fill_(0xFF)
     staging = PageMemory.allocate(LAYOUT, 4)
-    digest = source.pack([(4, 1), (0, 2)], staging, [(1, 3)], tag=TAG, first_position=2, tokens=10)
+    digest = source.pack(
+        [(4, 1), (0, 2)], staging, [(1, 3)], tag=TAG, first_position=2, tokens=10, source_tag=TAG
+    )
     sent = LAYOUT.run_spans(pages=4, start=1, count=3)
     placed = LAYOUT.run_spans(pages=6, start=2, count=3)
     for (origin, size), (destination, _) in zip(sent, placed, strict=True):

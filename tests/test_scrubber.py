@@ -161,7 +161,7 @@ def test_what_is_saved_up_is_bounded() -> None:
 def test_every_sequence_has_its_turn() -> None:
     """A long neighbour does not keep a short one from being looked at; each is told by its number."""
     pool = filled_pool(SEQUENCE, sealed=True)
-    other = SequenceSlice(((9, 1),), 7, 8, 1)
+    other = SequenceSlice(((9, 1),), 7, 7, 1)
     pool.open_pages(other.pages, tag=7, first_position=0)
     pool.memory.words[:, 9, 2] = 8
     scrubber = Scrubber(pool, step_bytes=0, share=0.2)
