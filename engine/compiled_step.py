@@ -24,6 +24,7 @@ from engine.team import Team
 from kernels import headers
 from kernels.cpu_entry import walk
 from kernels.cpu_layers import FLAG_WORDS, WEIGHT_FIELDS, Arena, Plan, Shape, Weights
+from kernels.cpu_products import FLOAT_BYTES
 from kernels.cpu_step import (
     COUNTER_BYTES,
     PHASES_BEHIND,
@@ -36,8 +37,6 @@ from kernels.headers import LOW_32, HeaderField, HeaderMismatch
 
 SPLIT_TOKENS = 256
 """Tokens of one part of a context; fixed, so that a context is always cut at the same places."""
-
-_FLOAT_BYTES = 4
 
 
 class CompiledSteps:
@@ -268,8 +267,8 @@ class _Memory:
         flags = torch.zeros(rows * FLAG_WORDS, dtype=torch.int64)
         arena = Arena(
             **{name: tensor.data_ptr() for name, tensor in made.items()},
-            scratch_bytes=(inputs + work) * _FLOAT_BYTES,
-            inputs_bytes=inputs * _FLOAT_BYTES,
+            scratch_bytes=(inputs + work) * FLOAT_BYTES,
+            inputs_bytes=inputs * FLOAT_BYTES,
             counters=counters.data_ptr(),
             flags=flags.data_ptr(),
         )

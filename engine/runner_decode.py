@@ -142,19 +142,19 @@ class DecodeRunner:
         inputs = [_input(part, answer) for part, answer in zip(parts, answers, strict=True)]
         counters = self.pool.counters
         before = counters.reads_unchecked
-        logits, mismatches = attrs.astuple(self.compute.run(inputs, sequences), recurse=False)
+        outcome = self.compute.run(inputs, sequences)
         for answer in answers:
             # The pool does not say whose reads went unchecked, so no request of the step is clean.
             answer.reads_unchecked += counters.reads_unchecked - before
         lives = [(part.request, part.attempt) for part in parts]
-        mismatches = self.scrubber.after_step(lives, sequences, mismatches)
+        mismatches = self.scrubber.after_step(lives, sequences, outcome.mismatches)
         self.steps += 1
         failed = {
             parts[n].request: self._isolated(parts[n], mismatch)
             for n, mismatch in mismatches.items()
         }
         sound = [n for n in range(len(parts)) if n not in mismatches]
-        draws = _draw(logits[sound], [answers[n] for n in sound], [parts[n] for n in sound])
+        draws = _draw(outcome.logits[sound], [answers[n] for n in sound], [parts[n] for n in sound])
         result = StepResult({}, {}, failed)
         for row, number in enumerate(sound):
             if row in draws:

@@ -17,6 +17,7 @@ from kernels.cpu_elementwise import (
     scale_row,
 )
 from kernels.cpu_memory import (
+    WORD,
     ask_for,
     fetch_add,
     load_acquire,
@@ -33,9 +34,9 @@ from kernels.cpu_products import (
     weigh,
 )
 from kernels.cpu_vector import LANES, dot
+from kernels.headers import LOW_32
+from kernels.layout import TRAILER_BYTES
 
-WORD = 8
-LOW_32 = 0xFFFFFFFF
 PAIRS = 8
 """Rotated pairs of a head that are computed in one chunk: 16 weight rows."""
 
@@ -84,7 +85,7 @@ class Arena(NamedTuple):
 
     hidden [rows, hidden]; query [rows, heads, head_dim]; gated [rows, mlp]; logits
     [rows, vocabulary]; cosines, sines [rows, head_dim / 2]; sums [splits, heads, head_dim],
-    highest, totals [splits, heads]; ones [256] of 1.0; scratch: `scratch_bytes` for each thread, of
+    highest, totals [splits, heads]; ones [page_tokens] of 1.0; scratch: `scratch_bytes` for each thread, of
     which the first `inputs_bytes` hold a phase's input rows; counters: COUNTER_BYTES of `kernels.cpu_step` a phase;
     flags: int64 [rows, FLAG_WORDS].
     """
@@ -110,7 +111,8 @@ class Plan(NamedTuple):
     """What a step reads and writes; addresses of int64.
 
     pool: the pool's first byte. tables, tags: [rows, table_pages], page and expected tag of each
-    logical page. starts: [rows], tokens that stand in the pages already; the step adds one.
+    logical page; pages are those that `engine.step_plan.live_table` found to lie in the pool, and
+    nothing here looks again. starts: [rows], tokens that stand in the pages already; the step adds one.
     splits: [splits + 1, 2], row and first logical page of each part of a context.
     first_split: [rows + 1].
     checked: 1; a benchmark alone passes 0 to see what the compare costs.
@@ -138,11 +140,10 @@ def flag(
         store_word(place + WORD, layer)
         store_word(place + 2 * WORD, logical)
         store_word(place + 3 * WORD, page)
-        if block != 0:
-            store_word(place + 4 * WORD, load_word(block))
-            store_word(place + 5 * WORD, load_word(block + block_bytes - WORD))
-            store_word(place + 6 * WORD, load_word(block + WORD))
-            store_word(place + 7 * WORD, load_word(block + 2 * WORD))
+        store_word(place + 4 * WORD, load_word(block))
+        store_word(place + 5 * WORD, load_word(block + block_bytes - WORD))
+        store_word(place + 6 * WORD, load_word(block + WORD))
+        store_word(place + 7 * WORD, load_word(block + 2 * WORD))
 
 
 @compiled
@@ -156,9 +157,6 @@ def sound_block(
 ) -> int:
     """Address of a page's block if it bears what the table says, else 0 with the flag raised."""
     page = load_word(p.tables + (row * p.table_pages + logical) * WORD)
-    if page < 0 or page >= s.pages:
-        flag(a, row, layer, logical, page, 0, 0)
-        return 0
     block = p.pool + (layer * s.pages + page) * s.block_bytes
     if checked == 0:
         return block
@@ -231,7 +229,7 @@ def project(
             if block == 0:
                 continue
             # A row holds the heads of K, then those of V: columns behind Q in their order.
-            token = (start % s.page_tokens + 1) * s.row_bytes - 64
+            token = (start % s.page_tokens + 1) * s.row_bytes - TRAILER_BYTES
             target = block + token + (column - element) * FLOAT_BYTES
         for pair in range(PAIRS):
             x = load_float(work + row * out_stride + pair * FLOAT_BYTES)
@@ -274,7 +272,7 @@ def attend(s: Shape, p: Plan, a: Arena, layer: int, split: int, scores: int) -> 
         if block == 0:
             continue
         count = min(s.page_tokens, tokens - logical * s.page_tokens)
-        keys = block + s.row_bytes - 64
+        keys = block + s.row_bytes - TRAILER_BYTES
         for kv_head in range(s.kv_heads):
             head = kv_head * group
             attend_page(

@@ -15,6 +15,9 @@ from numba import types
 from kernels.cpu_compile import intrinsic
 from kernels.cpu_vector import FLOAT, INT64, Builder, Tile, Value, pointer, prefetch
 
+WORD = 8
+"""Bytes of an int64."""
+
 
 @intrinsic
 def fetch_add(_context: Any, address: Any, amount: Any) -> Any:

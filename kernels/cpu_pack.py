@@ -9,12 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kernels.cpu_compile import compiled
-from kernels.cpu_memory import load_word, store_word
+from kernels.cpu_memory import WORD, load_word, store_word
 from kernels.cpu_words import copy_and_weigh, seal, weigh_words
-
-WORD = 8
-LOW_32 = 0xFFFFFFFF
-TRAILER = 64
+from kernels.layout import TRAILER_BYTES
 
 
 class Blocks(NamedTuple):
@@ -58,7 +55,7 @@ def _all_zero(first: int, stop: int) -> bool:
 def pack_blocks(b: Blocks) -> int:
     """Fill the slots; the range digest, in two's complement."""
     digests = 0
-    header = b.row_bytes - TRAILER
+    header = b.row_bytes - TRAILER_BYTES
     for layer in range(b.layers):
         for entry in range(b.entries):
             page = load_word(b.source_pages + entry * WORD)
@@ -86,7 +83,7 @@ def pack_blocks(b: Blocks) -> int:
 def verify_blocks(b: Blocks, digests: int) -> int:
     """How many blocks differ from what was to arrive; the range digest goes to `digests`."""
     bad, sums = 0, 0
-    header = b.row_bytes - TRAILER
+    header = b.row_bytes - TRAILER_BYTES
     for layer in range(b.layers):
         for entry in range(b.entries):
             page = load_word(b.source_pages + entry * WORD)

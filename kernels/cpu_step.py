@@ -26,7 +26,6 @@ from kernels.cpu_layers import (
     OUTPUT,
     OUTPUT_BIAS,
     PAIRS,
-    WORD,
     Arena,
     Plan,
     Shape,
@@ -40,7 +39,7 @@ from kernels.cpu_layers import (
     project,
     sound_block,
 )
-from kernels.cpu_memory import fetch_add, load_acquire, load_word, store_word
+from kernels.cpu_memory import WORD, fetch_add, load_acquire, load_word, store_word
 from kernels.cpu_products import FLOAT_BYTES, product
 
 COUNTER_BYTES = 128

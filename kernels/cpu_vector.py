@@ -48,13 +48,6 @@ def load(builder: Builder, address: Value) -> Value:
     return builder.load(pointer(builder, address, VECTOR), align=4)
 
 
-def load_bytes(builder: Builder, address: Value) -> Value:
-    """LANES signed bytes as float32."""
-    narrow = builder.load(pointer(builder, address, ir.VectorType(INT8, LANES)), align=1)
-    wide = builder.sext(narrow, ir.VectorType(INT32, LANES))
-    return builder.sitofp(wide, VECTOR)
-
-
 def store(builder: Builder, value: Value, address: Value) -> None:
     builder.store(value, pointer(builder, address, VECTOR), align=4)
 

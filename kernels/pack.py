@@ -75,14 +75,12 @@ def pack_plainly(
     tag: int,
     positions: Tensor,
     filled: Tensor,
-    sums: Tensor | None = None,
 ) -> int:
     """Fill staging slots with sealed copies of source pages that bear the destination's tag.
 
     source_pages, slots, positions, filled: int64 `[N]`; every filled row is copied, all other
     rows of a slot are zeroed, so stale bytes of another request are never shipped.
-    sums: int64 `[layers, N]`, data parts made when the pages were sealed; computed from the
-    source, not from the copy, where they are missing.
+    The digests are of the source, not of the copy.
     Returns the unsigned range digest.
 
     Raises:
@@ -92,8 +90,7 @@ def pack_plainly(
     layout = source.layout
     _require_equal(layout, destination.layout)
     tags = tag_tensor(tag, slots.numel(), destination.words.device)
-    if sums is None:
-        sums = data_sums(source, source_pages, filled)
+    sums = data_sums(source, source_pages, filled)
     row_words = layout.row_bytes // 4
     partial = torch.nonzero(filled < layout.page_tokens).flatten().tolist()
     counts = filled.tolist()
