@@ -36,7 +36,8 @@ from engine.simulator_engines import (
 from engine.simulator_memory import TracedMemory
 from engine.simulator_report import Books, Summary
 from engine.simulator_values import Cluster, Costs, Goals, TraceRequest
-from engine.world_values import Found, Tokens
+from engine.world_books import judge_home
+from engine.world_values import CORE_ERRORS, Found, Tokens, as_found
 from lifecycle.decide import Limits
 from lifecycle.events import Attached, Entry, FenceScope, Role
 from lifecycle.ids import EngineId, Party, RequestId
@@ -103,10 +104,16 @@ class Simulation:
             self.clock.at(start + request.arrival_ns, partial(self._submit, request))
         self.clock.after(self.costs.tick_ns, self._tick)
         self.clock.after(self.costs.heartbeat_ns, self._heartbeat)
-        while self._busy and self.clock.step():
-            pass
-        self.books.end_ns = self.clock.now_ns
-        self._at_rest()
+        # Whoever is not answered, or holds a page, after so long will be for ever.
+        last_ns = max((request.arrival_ns for request in ordered), default=0)
+        patience_ns = start + last_ns + 2 * self.cluster.deadline_ns
+        try:
+            while self._busy and self.clock.now_ns < patience_ns and self.clock.step():
+                pass
+            self.books.end_ns = self.clock.now_ns
+            self._at_rest()
+        except CORE_ERRORS as error:
+            raise as_found(error) from error
         return self.books
 
     @property
@@ -154,11 +161,12 @@ class Simulation:
         self.clock.after(self.costs.heartbeat_ns, self._heartbeat)
 
     def _at_rest(self) -> None:
-        """Every page is home, on both sides."""
+        """Every client is answered, and every page is home, on both sides."""
+        if self.books.open:
+            raise Found("unanswered", f"{len(self.books.open)} clients wait after their deadline")
         for party, account in self.scheduler.log.ledger.items():
-            core = self.engines[party].core
-            if account.held or account.quarantined or account.booked or core.allocator.held:
-                raise Found("leak", f"{party} ends with {core.allocator.held} pages held")
+            if judge_home(self.engines[party].core, account):
+                raise Found("leak", f"{party} ends with pages in quarantine, and nothing failed")
 
     # --- engines ------------------------------------------------------------------------------
 

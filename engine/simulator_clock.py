@@ -34,10 +34,6 @@ class Clock:
         """Make this call so many nanoseconds from now."""
         self.at(self.now_ns + delay_ns, call)
 
-    def __len__(self) -> int:
-        """How many calls wait."""
-        return len(self._due)
-
     def step(self) -> bool:
         """Move to the next call and make it; False when none waits."""
         if not self._due:

@@ -28,6 +28,7 @@ from engine.prefill import Posted, PrefillCore
 from engine.simulator_clock import Clock
 from engine.simulator_memory import TracedMemory
 from engine.simulator_values import Cluster, Costs
+from engine.world_memory import count_reads
 from engine.world_values import Tokens
 from lifecycle.events import Finished, FinishReason, Proposal, Verified
 from lifecycle.ids import Party, RequestId, count_pages
@@ -195,7 +196,7 @@ class SimulatedDecode(SimulatedEngine):
             admitted = self.core.log.requests[part.request].admitted
             if admitted is not None and part.index + 1 >= admitted.new_tokens_max:
                 self.memory.read(self.core, part, part.position + 1)
-                pages = -(-(part.position + 1) // self.memory.page_tokens)
+                pages = count_reads(part, self.memory.page_tokens)
                 finished[part.request] = Finished(
                     FinishReason.LENGTH, part.index + 1, now, b"", pages, pages, 0
                 )

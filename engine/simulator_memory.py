@@ -16,7 +16,7 @@ from engine.decode import DecodeCore
 from engine.effects import DecodeSlice, Post, PrefillSlice
 from engine.prefill import PrefillCore
 from engine.world_values import Found
-from lifecycle.ids import SERIAL_DIGITS, PageRange, Party, RequestId, pages_for
+from lifecycle.ids import SERIAL_DIGITS, PageRange, Party, RequestId, pages_for, slice_pages
 
 
 class TracedMemory:
@@ -38,7 +38,7 @@ class TracedMemory:
         stop = pages_for(part.start + part.count, self.page_tokens)
         self._held(core, part.request, part.attempt, "a prefill step wrote")
         mark = _mark(part.request, part.attempt)
-        self._fill(self._pools[core.party], _cut(part.pages, first, stop), mark)
+        self._fill(self._pools[core.party], slice_pages(part.pages, start=first, stop=stop), mark)
 
     def pack(self, core: PrefillCore, post: Post) -> None:
         """What a write ships must have been computed for its request."""
@@ -58,17 +58,14 @@ class TracedMemory:
         """A decode step has written the token that it ran."""
         if part.position % self.page_tokens and part.index:
             return
-        left, pool = part.position // self.page_tokens, self._pools[core.party]
-        for run in part.pages:
-            if left < run.count:
-                pool[run.first + left] = _mark(part.request, part.attempt)
-                return
-            left -= run.count
+        place = part.position // self.page_tokens
+        page = slice_pages(part.pages, start=place, stop=place + 1)
+        self._fill(self._pools[core.party], page, _mark(part.request, part.attempt))
 
     def read(self, core: DecodeCore, part: DecodeSlice, tokens: int) -> None:
         """Every page that holds the request's first `tokens` tokens is its own."""
         self._held(core, part.request, part.attempt, "a decode step reads")
-        pages = list(_cut(part.pages, 0, pages_for(tokens, self.page_tokens)))
+        pages = slice_pages(part.pages, start=0, stop=pages_for(tokens, self.page_tokens))
         mark = _mark(part.request, part.attempt)
         if not self._all(self._pools[core.party], pages, mark):
             self.foreign_reads += 1
@@ -95,15 +92,3 @@ class TracedMemory:
 def _mark(request: RequestId, attempt: int) -> int:
     """The number of an attempt, which no other attempt has, and no page before it is written."""
     return (int(request[-SERIAL_DIGITS:], 16) << 8) + attempt
-
-
-def _cut(runs: tuple[PageRange, ...], first: int, stop: int) -> Iterable[PageRange]:
-    """The part of the runs with logical pages `first` to `stop - 1`."""
-    logical = 0
-    for run in runs:
-        low, high = max(first, logical), min(stop, logical + run.count)
-        if low < high:
-            yield PageRange(run.first + low - logical, high - low)
-        logical += run.count
-        if logical >= stop:
-            return

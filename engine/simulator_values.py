@@ -46,7 +46,6 @@ class Costs:
     verify_page_ns: int = 100
     control_ns: int = 200_000
     flush_ns: int = 1_000_000
-    commit_ns: int = 5_000_000
     tick_ns: int = 250_000_000
     heartbeat_ns: int = 1_000_000_000
 

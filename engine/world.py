@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import attrs
 
-from engine.allocator import AllocatorError
 from engine.core import LogDivergedError
 from engine.effects import (
     Answer,
@@ -26,7 +25,7 @@ from engine.effects import (
 from engine.sequencer import SequencerError
 from engine.world_kinds import kinds_of
 from engine.world_memory import count_reads
-from engine.world_values import EYES, Action, Client, Found, Tokens
+from engine.world_values import Action, Client, Found, Tokens, as_found
 from engine.world_writes import Writes
 from lifecycle.events import (
     Aborted,
@@ -64,8 +63,9 @@ class World(Writes):
             if due is None:
                 return
             self._step(due)
-        self.hint = EYES["never-quiet"]
-        raise Found("never-quiet", f"{EAGER_STEPS_MAX} actions by themselves, and no end")
+        raise self.noted(
+            Found("never-quiet", f"{EAGER_STEPS_MAX} actions by themselves, and no end")
+        )
 
     def _step(self, action: Action) -> None:
         name, *whom = action
@@ -76,19 +76,10 @@ class World(Writes):
             getattr(self, "_do_" + name.replace("-", "_"))(*whom)
             self.check()
         except Found as found:
-            self.hint = self.hint or EYES.get(found.name, "")
+            self.noted(found)
             raise
-        except SequencerError as error:
-            rule = error.violation.rule
-            raise Found("sequencer", str(error), rule=rule) from error
-        except LogDivergedError as error:
-            raise Found("log-diverged", str(error), rule=error.rule) from error
-        except AllocatorError as error:
-            self.hint = EYES["allocator"]
-            raise Found("allocator", str(error)) from error
-        except ValueError as error:
-            self.hint = EYES["ill-formed"]
-            raise Found("ill-formed", str(error)) from error
+        except (SequencerError, LogDivergedError, ValueError) as error:
+            raise self.noted(as_found(error)) from error
 
     def _do_submit(self) -> None:
         asked = self.scenario.asked[self.asked]

@@ -15,7 +15,7 @@ from engine.effects import DecodeSlice, Post, PrefillSlice
 from engine.holdings import Holding
 from engine.world_values import Core, Found
 from lifecycle.events import Reserved
-from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange
+from lifecycle.ids import PageRange, Party, RequestId, TokenRange, pages_for
 
 Taint = tuple[RequestId, int, int]
 """(request, attempt, token): whose byte this is."""
@@ -164,7 +164,7 @@ class Memory:
     ) -> tuple[int, int | None]:
         """Compare what a write brought: pages compared, and the page that differs, if any."""
         size, pool = self.page_tokens, self.pools[core.party]
-        pages = numbers(reserved.pages)[tokens.start // size : -(-tokens.stop // size)]
+        pages = numbers(reserved.pages)[tokens.start // size : pages_for(tokens.stop, size)]
         total = 0
         for index, page in enumerate(pages):
             found = holder(core, page)
@@ -190,8 +190,7 @@ class Memory:
         size, pool = self.page_tokens, self.pools[core.party]
         runs = list(zip(part.pages, part.tags, strict=True))
         table = [(page, tag) for run, tag in runs for page in numbers((run,))]
-        live = -(-count // size)
-        for logical, (page, tag) in enumerate(table[:live]):
+        for logical, (page, tag) in enumerate(table[: pages_for(count, size)]):
             self._own(core, page, part.request, part.attempt, "a decode step reads")
             cell, filled = pool[page], min(size, count - logical * size)
             if cell is None or (cell.tag, cell.position) != (tag, logical) or cell.filled < filled:
@@ -244,8 +243,3 @@ def expected(request: RequestId, attempt: int, start: int, stop: int) -> tuple[T
 def count_reads(part: DecodeSlice, page_tokens: int) -> int:
     """Pages that a decode step reads."""
     return part.position // page_tokens + 1
-
-
-def grants_of(writes: Iterable[Write]) -> set[GrantId]:
-    """Grants that a write in flight still targets."""
-    return {write.post.grant for write in writes if not write.ended}

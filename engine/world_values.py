@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from engine.core import PROPOSALS_OUTSTANDING_MAX
+from engine.allocator import AllocatorError
+from engine.core import PROPOSALS_OUTSTANDING_MAX, LogDivergedError
 from engine.decode import DecodeCore
 from engine.prefill import PrefillCore
 from engine.scheduler import Scheduler
-from lifecycle.events import FenceScope, Finished
+from engine.sequencer import SequencerError
+from lifecycle.events import FenceScope
 from lifecycle.ids import Party, RequestId
 
 Core = PrefillCore | DecodeCore
@@ -32,6 +34,22 @@ class Found(Exception):
         self.rule = rule
 
 
+CORE_ERRORS = (SequencerError, LogDivergedError, AllocatorError)
+"""What the cores raise when they cannot go on."""
+
+
+def as_found(error: SequencerError | LogDivergedError | ValueError) -> Found:
+    """The finding that an error of a core is."""
+    match error:
+        case SequencerError():
+            return Found("sequencer", str(error), rule=error.violation.rule)
+        case LogDivergedError():
+            return Found("log-diverged", str(error), rule=error.rule)
+        case AllocatorError():
+            return Found("allocator", str(error))
+    return Found("ill-formed", str(error))
+
+
 EYES: Mapping[str, str] = {
     "allocator": "settled-once",
     "answer-before-durable": "acted-after-logged",
@@ -43,6 +61,7 @@ EYES: Mapping[str, str] = {
     "failed-for-nothing": "bounded",
     "fenced-the-living": "time-is-no-proof",
     "foreign-staging": "drained-before-released",
+    "forgotten": "conservation",
     "freed-but-held": "acted-after-logged",
     "gave-way": "requeue-keeps-resources-honest",
     "hoards": "capacity-proved",
@@ -55,6 +74,7 @@ EYES: Mapping[str, str] = {
     "no-room-to-grow": "capacity-proved",
     "not-closed": "bounded",
     "observed-foreign": "read-what-was-written",
+    "position-gap": "unbroken-log",
     "read-unheld": "drained-before-released",
     "repeat-refused": "settled-once",
     "replay-differs": "unbroken-log",
@@ -176,11 +196,6 @@ class Client:
     told: object = None
     gone: bool = False
     since_ns: int = 0
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether it was told success."""
-        return isinstance(self.told, Finished)
 
 
 @attrs.frozen

@@ -7,23 +7,26 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import pytest
 
+from engine import simulator_engines, simulator_presets
 from engine.decode import DecodeCore
 from engine.effects import DecodeSlice, Payload
+from engine.holdings import Holding
 from engine.simulator import Simulation, length_digest
 from engine.simulator_clock import Clock, Wire
 from engine.simulator_memory import TracedMemory
 from engine.simulator_presets import PRESETS, incident
 from engine.simulator_report import Spread
-from engine.simulator_values import Cluster, Costs, Goals, TraceRequest
+from engine.simulator_values import SECOND, Cluster, Costs, Goals, TraceRequest
 from engine.world_values import Found
 from lifecycle.ids import EngineId, PageRange, Party, RequestId, TokenRange, request_id
 from lifecycle.replay import replay
 from transport import cli
+from transport.commands_simulate import Preset
 from transport.simulate_traces import UnreadableTrace, find_trace, read_trace
 
 STATED = {
@@ -299,6 +302,11 @@ def test_flags_that_make_no_sense_are_refused(tmp_path: Path, flag: str) -> None
     assert cli.run(["simulate", f"--trace={trace}", "--preset=sound-8k", flag]) == 2
 
 
+def test_every_preset_can_be_named() -> None:
+    """The command knows the presets by name before it loads them."""
+    assert set(get_args(Preset)) == set(PRESETS)
+
+
 # --- its parts --------------------------------------------------------------------------------
 
 
@@ -334,6 +342,44 @@ def test_percentiles_are_those_of_nearest_rank() -> None:
 
 
 # --- oracles ----------------------------------------------------------------------------------
+
+
+class KeepsOne(DecodeCore):
+    """A page is held for nobody, for ever."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.take(1)
+
+
+class Forgets(DecodeCore):
+    """No page ever comes home."""
+
+    def _give_back(self, holding: Holding) -> None:
+        return
+
+
+@pytest.mark.parametrize(
+    ("core", "finding"), [(KeepsOne, "conservation"), (Forgets, "leak")], ids=["kept", "forgotten"]
+)
+def test_a_page_that_stays_behind_ends_the_replay_with_a_finding(
+    core: type[DecodeCore],
+    finding: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command waits for no page for ever: it names the oracle, keeps the log and exits 1."""
+    monkeypatch.setattr(simulator_engines, "DecodeCore", core)
+    short = attrs.evolve(PRESETS["sound-8k"], deadline_ns=20 * SECOND, queue_ns=SECOND)
+    monkeypatch.setattr(simulator_presets, "PRESETS", {"sound-8k": short})
+    trace, log = tmp_path / "t.jsonl", tmp_path / "log.jsonl"
+    trace.write_text('{"timestamp": 1, "input_length": 99, "output_length": 3}\n')
+    command = ["simulate", f"--trace={trace}", "--preset=sound-8k", f"--log={log}"]
+    assert cli.run(command) == 1
+    assert f"custody: {finding}: " in capsys.readouterr().err
+    assert log.is_file()
+
 
 REQUEST, OTHER = request_id(epoch=1, serial=1), request_id(epoch=1, serial=2)
 

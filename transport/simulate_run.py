@@ -11,8 +11,6 @@ from pathlib import Path
 
 import attrs
 
-from engine.core import LogDivergedError
-from engine.sequencer import SequencerError
 from engine.simulator import Simulation
 from engine.simulator_report import Summary
 from engine.simulator_values import SECOND, Cluster, Costs, Goals
@@ -64,7 +62,7 @@ def replay_trace(
     found, start = "", clock()
     try:
         simulation.run(requests)
-    except (Found, SequencerError, LogDivergedError) as error:
+    except Found as error:
         found = str(error)
     spent = clock() - start
     if log is not None:

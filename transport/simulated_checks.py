@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.prefill import PrefillCore
+from engine.world_books import judge_books, judge_home, judge_replayed
 from engine.world_values import Found
 from lifecycle.events import Finished
-from lifecycle.history import History
 from lifecycle.ids import mask_of
 from lifecycle.replay import replay
 from lifecycle.state import Phase, Settlement
 
 if TYPE_CHECKING:
-    from engine.decode import DecodeCore
+    from lifecycle.history import History
     from lifecycle.ids import Party
     from transport.simulated_world import Deployment
 
@@ -29,24 +29,10 @@ def books_agree(run: Deployment) -> None:
         core = engine.core
         if core is None:
             continue
-        held = _held(core)
-        if held.bit_count() != core.allocator.held:
-            raise Found("conservation", f"{core.party} holds {held:b}, {core.allocator.free} free")
-        if owner is None or engine.shell is None or engine.shell.hung:
-            continue
-        account = owner.core.log.ledger.get(core.party)
-        if account is not None and (account.held | account.quarantined) & ~held:
-            raise Found("freed-but-held", f"{core.party} gave back what the log says is held")
-
-
-def _held(core: PrefillCore | DecodeCore) -> int:
-    held = 0
-    for holding in core.holdings.values():
-        pages = mask_of(holding.reserved.pages)
-        if held & pages:
-            raise Found("two-owners", f"{core.party} granted a page twice")
-        held |= pages
-    return held
+        account = None
+        if owner is not None and engine.shell is not None and not engine.shell.hung:
+            account = owner.core.log.ledger.get(core.party)
+        judge_books(core, account)
 
 
 def resting(run: Deployment) -> bool:
@@ -76,13 +62,7 @@ def at_rest(run: Deployment) -> None:
     for finding in report.findings:
         violation = finding.violation
         raise Found("replay", f"{violation.guard}: {violation.message}", rule=violation.rule)
-    fresh = History()
-    for _, entry in stored:
-        fresh.apply(entry)
-    log = owner.core.log
-    live = {name: state for name, state in fresh.requests.items() if name in log.requests}
-    if live != log.requests or fresh.ledger != log.ledger or fresh.fleet != log.fleet:
-        raise Found("replay-differs", "the replayed log is not the live state")
+    fresh = judge_replayed((entry for _, entry in stored), owner.core.log)
     for state in fresh.requests.values():
         if state.phase not in {Phase.CLOSED, Phase.REJECTED}:
             raise Found("not-closed", f"{state.request} rests in {state.phase.value}")
@@ -103,14 +83,7 @@ def _all_home(run: Deployment, fresh: History) -> None:
     for engine in run.engines.values():
         core = engine.core
         assert core is not None, "a run rests with every engine alive"
-        account, held = fresh.ledger[core.party], _held(core)
-        if account.held or account.booked or account.quarantined != held:
-            raise Found(
-                "leak",
-                f"{core.party}: log {account.held:b} held, {account.quarantined:b} quarantined, "
-                f"{account.booked} booked; engine {held:b}",
-                rule="conservation",
-            )
+        held = judge_home(core, fresh.ledger[core.party])
         if held & ~quarantined.get(core.party, 0):
             raise Found("leak", f"{core.party} keeps {held:b} that no grant in quarantine has")
         run.sometimes["pages-left-in-quarantine"] += bool(held)

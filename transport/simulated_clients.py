@@ -52,7 +52,6 @@ class Client:
     def __init__(self, wish: Wish, *, clock: Clock, scheduler: SchedulerPart) -> None:
         self.wish = wish
         self.request: RequestId | None = None
-        self.admitted = False
         self.got = 0
         self.end: str | None = None
         """How it ended for the client: finished, a refusal's reason, gone, or broken."""
@@ -128,7 +127,6 @@ class Client:
             return
         match step.WhichOneof("step"):
             case "admission":
-                self.admitted = True
                 self.request = RequestId(step.admission.request_id)
             case "chunk":
                 self._chunk(step.chunk)

@@ -19,8 +19,9 @@ from engine.decode import DecodeCore
 from engine.prefill import PrefillCore
 from engine.scheduler import Scheduler
 from engine.simulator_clock import Clock
+from engine.world_memory import holder
 from lifecycle.events import Role
-from lifecycle.ids import EngineId, GrantId, Party
+from lifecycle.ids import EngineId, Party
 from transport.decode_owner import DecodeOwner
 from transport.engine_owner import Continuation, Owner, Send
 from transport.engine_parts import LifeDigest, Loaded
@@ -248,7 +249,7 @@ class Engine:
         )
         core = self.core
         if isinstance(core, DecodeCore):
-            plane.holder = partial(holder, core)
+            plane.holder = partial(_grant_on, core)
 
     @property
     def core(self) -> PrefillCore | DecodeCore | None:
@@ -335,13 +336,6 @@ class Engine:
         )
 
 
-def holder(core: DecodeCore, page: int) -> str | None:
-    """Which grant the engine's own books give this page to."""
-    for grant, holding in core.holdings.items():
-        if any(run.first <= page < run.stop for run in holding.reserved.pages):
-            return _text(grant)
-    return None
-
-
-def _text(grant: GrantId) -> str:
-    return str(grant)
+def _grant_on(core: DecodeCore, page: int) -> str | None:
+    holding = holder(core, page)
+    return None if holding is None else str(holding.reserved.grant)

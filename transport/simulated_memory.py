@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
-
-from lifecycle.ids import PageRange
 
 WORD = 8
 HEAD_WORDS = 4
@@ -124,11 +122,6 @@ def seal(block: Block) -> int:
     """The digest of a block with all that it vouches for."""
     kept = (block.tag, block.position, block.filled, *block.words[: block.filled])
     return zlib.crc32(struct.pack(f"<{len(kept)}Q", *kept))
-
-
-def numbers(runs: Iterable[PageRange]) -> list[int]:
-    """Page numbers of ranges, in their order."""
-    return [page for run in runs for page in range(run.first, run.stop)]
 
 
 def words_of(prompt: Sequence[int], attempt: int, *, start: int, stop: int) -> tuple[int, ...]:

@@ -17,10 +17,11 @@ import attrs
 from engine.effects import DecodeSlice, Post, PrefillSlice, Step, VerifyPages
 from engine.runner import NewToken, Packed, StepResult, copy_plan
 from engine.runner_decode import Order
+from engine.world_memory import count_reads, numbers
 from engine.world_values import Found
 from lifecycle.events import Cause, Failed, Finished, FinishReason, Verified
-from lifecycle.ids import GrantId, RequestId, slice_pages
-from transport.simulated_memory import Block, Region, numbers, seal, word_of, words_of
+from lifecycle.ids import GrantId, RequestId, pages_for, slice_pages
+from transport.simulated_memory import Block, Region, seal, word_of, words_of
 
 if TYPE_CHECKING:
     from kernels.layout import PageLayout
@@ -164,7 +165,7 @@ class SimulatedDecodeRunner:
                     part.index + 1,
                     answer.first_token_ns,
                     b"",
-                    part.position // self.pool.layout.page_tokens + 1,
+                    count_reads(part, self.pool.layout.page_tokens),
                     answer.reads,
                     0,
                 )
@@ -190,7 +191,7 @@ class SimulatedDecodeRunner:
         wrong = self._read(part, table, sequence, part.position + 1)
         if wrong is not None:
             return wrong
-        answer.reads += part.position // size + 1
+        answer.reads += count_reads(part, size)
         last = self.pool.block(page).words[part.position % size]
         answer.given.append((last >> 8) + 1)
         return None
@@ -200,7 +201,7 @@ class SimulatedDecodeRunner:
     ) -> Failed | None:
         """Compare the headers of every live page; words that pass them must be the attempt's."""
         size = self.pool.layout.page_tokens
-        for position in range(-(-count // size)):
+        for position in range(pages_for(count, size)):
             page, tag = table[position]
             filled = min(size, count - position * size)
             block = self.pool.block(page)

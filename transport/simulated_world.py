@@ -13,12 +13,9 @@ from random import Random
 
 import attrs
 
-from engine.allocator import AllocatorError
-from engine.core import LogDivergedError
 from engine.dataplane import ObservedExit
-from engine.sequencer import SequencerError
 from engine.simulator_clock import Clock
-from engine.world_values import Found
+from engine.world_values import CORE_ERRORS, Found, as_found
 from lifecycle.events import Role
 from lifecycle.ids import Party
 from transport.simulated_checks import at_rest, books_agree, resting
@@ -106,13 +103,8 @@ class Deployment:
         try:
             self._run()
             self.sometimes.update(self.wires.reached)
-        except SequencerError as error:
-            rule = error.violation.rule
-            raise Found("sequencer", str(error), rule=rule) from error
-        except LogDivergedError as error:
-            raise Found("log-diverged", str(error), rule=error.rule) from error
-        except AllocatorError as error:
-            raise Found("allocator", str(error)) from error
+        except CORE_ERRORS as error:
+            raise as_found(error) from error
         except Found:
             raise
         except Exception as error:
