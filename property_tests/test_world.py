@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from engine.explorer import explore, minimise, walk
 from engine.scenarios import CROWDED, SCENARIOS, focus
 from engine.world import World
-from engine.world_values import FAULTS, Asked, Found, Scenario
+from engine.world_values import EYES, FAULTS, Asked, Found, Scenario
 from lifecycle.events import Released
+from lifecycle.rules import RULES
 from property_tests.mutants import BY_NAME
+
+ROOT = Path(__file__).resolve().parent.parent
 
 REACHED = (
     "landed-after-end",
@@ -44,6 +49,19 @@ def search(name: str, runs: int) -> Counter[str]:
 def test_the_cores_survive_a_short_walk(name: str) -> None:
     """No oracle sees anything in a short search of any scenario."""
     search(name, runs=12)
+
+
+def test_every_oracle_has_a_rule_and_is_explained() -> None:
+    """Each finding of a world stands in the table, and the rule that it watches is known."""
+    table = (ROOT / "docs" / "worlds.md").read_text()
+    raised = {
+        name
+        for path in (ROOT / "engine").glob("world*.py")
+        for name in re.findall(r'Found\(\s*"([a-z-]+)"', path.read_text())
+    }
+    assert not {name for name in raised if f"`{name}`" not in table}
+    assert raised - {"late-write", "log-diverged", "replay", "sequencer"} == set(EYES)
+    assert set(EYES.values()) <= set(RULES)
 
 
 @pytest.mark.slow
