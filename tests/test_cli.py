@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 from engine.store import Stored
 from lifecycle.events import Event, Finished, Rejected, Released
+from lifecycle.ids import RequestId
 from lifecycle.rules import RULES
 from property_tests import strategies
 from tests import handmade
-from transport import cli, render
+from transport import cli, commands_shared, render
 from transport.client import Unreachable
 from transport.jsonlines import jsonlines
 from transport.settings import (
@@ -408,6 +409,31 @@ def test_no_colour_off_a_terminal(good: Path, capsys: pytest.CaptureFixture[str]
     """What is not printed on a terminal holds no control characters."""
     assert cli.run(["log", "show", handmade.ONE, "--log", str(good)]) == 0
     assert "\x1b" not in capsys.readouterr().out
+
+
+FORGED = "[/x] :smile:\x1b[2J\u2028\u202e\ncustody: all is well"
+
+
+def test_no_foreign_name_passes_for_a_line_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a name holds is neither a line of its own, nor a command to a terminal, nor markup."""
+    log = handmade.Log().add(handmade.rejected(reason=FORGED), request=handmade.TWO)
+    renamed = [
+        (n, attrs.evolve(e, request=RequestId(FORGED)) if e.request == handmade.TWO else e)
+        for n, e in log.entries
+    ]
+    path = write_log(tmp_path / "log.jsonl", renamed)
+    for verb in (["log", "ls"], ["log", "show", FORGED], ["explain", FORGED]):
+        assert cli.run([*verb, "--log", str(path)]) == 0
+        said = capsys.readouterr().out
+        assert not set(said) & set("\x1b\u2028\u202e")
+        assert not [line for line in said.split("\n") if line.strip().startswith("custody:")]
+        # A table breaks its lines at spaces.
+        joined = " ".join(said.split())
+        assert "[/x] :smile:\\u001b[2J\\u2028\\u202e\\u000acustody: all is well" in joined
+    commands_shared.say_json({"reason": FORGED})
+    assert json.loads(capsys.readouterr().out) == {"reason": FORGED}
 
 
 def test_the_pages_name_every_verb_flag_and_exit_code() -> None:

@@ -224,13 +224,7 @@ def check(path: Path, *, key: bytes | None = None) -> Checked:
     damaged = {line.split(":")[0] for line in problems}
     if not damaged & {LOG, VERDICTS}:
         verdict = _verdict(files, problems)
-    lines = tuple(_one_line(problem) for problem in problems)
-    return Checked(lines, len(files), signed_by, checked, IDENTITIES in files, verdict)
-
-
-def _one_line(problem: str) -> str:
-    """The problem with foreign names spelt, so that none of them passes for a line of ours."""
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in problem)
+    return Checked(tuple(problems), len(files), signed_by, checked, IDENTITIES in files, verdict)
 
 
 def _unpacked(path: Path) -> tuple[dict[str, bytes], list[str]]:

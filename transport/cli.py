@@ -113,8 +113,8 @@ def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
         The shell that the script is for.
     """
     # The generator ends some scripts with spaces, and each with a newline of its own.
-    lines = app.generate_completion(prog_name="custody", shell=shell).splitlines()
-    say("\n".join(line.rstrip() for line in lines))
+    for line in app.generate_completion(prog_name="custody", shell=shell).splitlines():
+        say(line.rstrip())
     return EXIT_OK
 
 

@@ -36,7 +36,8 @@ def schema(*, json: Switch = False) -> int:  # noqa: ARG001 - accepted everywher
 
     from transport.json_schema import line_schema
 
-    say(json_module.dumps(line_schema(), indent=1))
+    for line in json_module.dumps(line_schema(), indent=1).splitlines():
+        say(line)
     return EXIT_OK
 
 

@@ -76,5 +76,6 @@ def new(
         note("The token is shown this once; its entry holds only a digest of it.")
         say(token)
         say()
-    say(text.rstrip())
+    for line in text.splitlines():
+        say(line)
     return EXIT_OK

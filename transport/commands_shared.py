@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from transport.settings import LOOPBACK, SCHEDULER_PORT, CallSettings
+from transport.spelling import spelt
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -73,19 +74,15 @@ def is_standard(name: object) -> bool:
     return str(name) in (DASH, "-")
 
 
-# What a terminal obeys instead of showing, but for the two that lay out text.
-_CONTROLS = {n: f"\\u{n:04x}" for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
-
-
 def say(text: str = "") -> None:
-    """Write a line of data; control characters of foreign names are spelt, as JSON spells them."""
-    sys.stdout.write(text.translate(_CONTROLS) + "\n")
+    """Write one line of data; no foreign name in it begins another one, or commands a terminal."""
+    sys.stdout.write(spelt(text) + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """Write a line of progress or complaint, as `say` does."""
-    sys.stderr.write(text.translate(_CONTROLS) + "\n")
+    """Write progress or a complaint, which may have several lines, spelt as `say` spells them."""
+    sys.stderr.write("\n".join(spelt(line) for line in text.split("\n")) + "\n")
     sys.stderr.flush()
 
 
@@ -134,4 +131,7 @@ def console() -> Console:
         no_color=True if "NO_COLOR" in os.environ or not terminal else None,
         width=None if terminal else PLAIN_COLUMNS,
         soft_wrap=False,
+        # A foreign name in brackets or colons is that name.
+        markup=False,
+        emoji=False,
     )

@@ -41,6 +41,7 @@ from lifecycle.events import (
 from lifecycle.ids import GrantId, PageRange, Party, TokenRange, count_pages
 from lifecycle.replay import Finding
 from lifecycle.rules import RULES
+from transport.spelling import spelt
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -210,9 +211,9 @@ def log_table(stored: Sequence[Stored]) -> Table:
         table.add_row(
             str(one.position),
             f"{(one.entry.time_ns - start) / MILLISECOND_NS:.1f}",
-            who(one.entry.proposer),
+            spelt(who(one.entry.proposer)),
             type(one.entry.event).__name__,
-            sentence(one.entry),
+            spelt(sentence(one.entry)),
         )
     return table
 
