@@ -30,6 +30,7 @@ from lifecycle.events import FenceScope, Finished, FinishReason, Role, Verified
 from lifecycle.ids import EngineId, Party, RequestId, count_pages
 from transport import codec
 from transport.codec_values import FENCE_SCOPES, ROLES
+from transport.fleet_client import is_being_cancelled
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc
 from transport.protocol_version import PROTOCOL_MAJOR, PROTOCOL_MINOR
@@ -205,6 +206,10 @@ class FakeEngine:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 # The reader sees the same end.
                 return
+            except asyncio.CancelledError:
+                # So the library says that the stream was broken.
+                if is_being_cancelled():
+                    raise
 
     def hello(self) -> pb.Hello:
         """What this engine says of itself."""

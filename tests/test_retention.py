@@ -25,6 +25,7 @@ from tests.serving import Deployment, ask, deployment
 from tests.tiny import tiny_llama
 from transport import cli, scheduler_shell
 from transport.jsonlines import read_log
+from transport.log_index import LogIndex
 from transport.pb import admin_pb2, generation_pb2, log_pb2
 from transport.stores import segment_files
 from transport.stores.disk import Disk
@@ -433,6 +434,24 @@ def test_the_rest_is_judged_from_the_snapshot_on(driver: Driver) -> None:
 
 
 # --- the scheduler ----------------------------------------------------------------------------
+
+
+def test_what_goes_on_behind_a_drop_stays_its_tenants(driver: Driver) -> None:
+    """A request that is kept has its line; of one that is over nothing is left."""
+    log = driver.log
+    index = LogIndex()
+    for position, entry in log:
+        index.note(position, entry)
+    first, *_, last = {e.request: None for _, e in log if e.request != FLEET}
+    line = index.find(first)
+    assert line is not None
+    index.forget_before(len(log) + 1, {first})
+    assert index.find(last) is None
+    assert list(index.lines) == []
+    index.note(len(log) + 1, next(e for _, e in log if e.request == first))
+    assert index.find(first) is line
+    assert line.tenant
+    assert line.last_position == len(log) + 1
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ class FleetClient:
                     denied = error.code() in DENIALS
                     reason = f"{error.code().name}: {error.details()}"
                 except asyncio.CancelledError:
-                    if not _is_being_cancelled():
+                    if not is_being_cancelled():
                         reason = "CANCELLED: the other side gave the stream up"
                     elif not tasks.cancel_scope.cancel_called:
                         raise
@@ -163,13 +163,13 @@ class FleetClient:
             # The stream is over, and the reader hears why.
             return
         except asyncio.CancelledError:
-            if _is_being_cancelled():
+            if is_being_cancelled():
                 raise
             return
         scope.cancel()
 
 
-def _is_being_cancelled() -> bool:
+def is_being_cancelled() -> bool:
     """Whether this task was cancelled, and not merely a call whose status is CANCELLED.
 
     The gRPC library raises a bare exception of the same class for both. No cancel scope takes that

@@ -8,7 +8,7 @@ It is memory only and rebuilt from the log at start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import attrs
 
@@ -63,15 +63,13 @@ class Lines:
         """The lines of these numbers that are still there."""
         return self._lines[max(0, start - self._dropped) : max(0, stop - self._dropped)]
 
-    def forget_before(self, position: int) -> list[Line]:
+    def forget_before(self, position: int) -> None:
         """Drop the oldest lines as long as they end before that position."""
         count = 0
         while count < len(self._lines) and self._lines[count].last_position < position:
             count += 1
-        gone = self._lines[:count]
         del self._lines[:count]
         self._dropped += count
-        return gone
 
 
 class LogIndex:
@@ -114,11 +112,16 @@ class LogIndex:
         """The lines of one tenant, by its commitment."""
         return self._by_tenant.get(tenant, Lines())
 
-    def forget_before(self, position: int) -> None:
-        """Forget requests of which the log holds nothing any more."""
+    def forget_before(self, position: int, keep: Collection[RequestId]) -> None:
+        """Forget requests of which the log holds nothing any more.
+
+        Those to keep may go on: they are listed no longer, and stay their tenants' own.
+        """
         for lines in (self._all, *self._by_tenant.values()):
-            for line in lines.forget_before(position):
-                self._by_request.pop(line.request, None)
+            lines.forget_before(position)
+        for request, line in tuple(self._by_request.items()):
+            if line.last_position < position and request not in keep:
+                del self._by_request[request]
 
     def find(self, request: RequestId) -> Line | None:
         """The line of that request."""

@@ -178,7 +178,7 @@ async def keep_retained(owner: SchedulerOwner, retention: Retention, pause_secon
             if positions:
                 first = store.first_position
                 _log.info("log_dropped", positions=positions, first_position=first)
-                await owner.tell(partial(owner.journal.index.forget_before, first))
+                await owner.tell(partial(owner.journal.index.forget_before, first, keep))
         await anyio.sleep(pause_seconds)
 
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -155,20 +156,19 @@ class _Child:
         self.settled.set()
 
     def _announced(self, line: str) -> None:
-        with suppress(ValueError, AttributeError):
+        said: Any = None
+        with suppress(ValueError):
             said = json.loads(line)
-            match said.get("event"):
-                case "ready":
-                    self.address = said.get("address", "")
-                    self.ready.set()
-                case "settled":
-                    self.settled.set()
-                case "lost":
-                    self._on_lost(
-                        str(said.get("engine")), said.get("process_id"), str(said.get("cause"))
-                    )
-                case _:
-                    pass
+        match said:
+            case {"event": "ready"}:
+                self.address = said.get("address", "")
+                self.ready.set()
+            case {"event": "settled"}:
+                self.settled.set()
+            case {"event": "lost", "engine": engine, "process_id": process_id, "cause": cause}:
+                self._on_lost(engine, process_id, cause)
+            case _:
+                pass
 
     def signal_end(self) -> None:
         with suppress(ProcessLookupError):
