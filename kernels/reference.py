@@ -15,8 +15,6 @@ from kernels import digest, headers
 from kernels.layout import PageMemory
 from kernels.tables import Fault, LayerStep, PageLabels
 
-name = "reference"
-
 
 def _page_fault(
     memory: PageMemory, layer: int, *, page: int, tag: int, position: int, needed: int

@@ -28,8 +28,6 @@ from kernels.triton_shapes import (
     write_shape,
 )
 
-name = "triton"
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -17,7 +17,7 @@ import pytest
 
 from tools import house
 
-FILES = ("tests/test_triton_operations.py", "tests/test_triton_mutants.py")
+FILES = [f"tests/test_triton_{name}.py" for name in ("attention", "pages", "operands", "mutants")]
 
 
 @pytest.mark.slow

@@ -21,10 +21,9 @@ from kernels import dispatch
 from kernels.layout import PageLayout
 from kernels.tables import new_flags
 from tests.paged_world import TOLERANCES, make_world
-from tests.test_triton_operations import BACKEND, FIELDS, labels_of
+from tests.triton_claims import BACKEND, CPU, FIELDS, labels_of
 from tools import house
 
-CPU = torch.device("cpu")
 LAYOUT = PageLayout(layers=2, kv_heads=2, head_dim=16, page_tokens=8)
 ATTENTION, PAGES, COMMON = "triton_attention", "triton_pages", "triton_common"
 
