@@ -16,7 +16,7 @@ from tests.tiny import tiny_llama
 from transport import bench, bench_transformers, cli
 from transport.bench_context import BenchSettings, Bystanders, Context, UnknownMeasure
 from transport.bench_inside import _UncheckedBatch, unchecked
-from transport.bench_kernels import KernelSettings, run_kernels
+from transport.bench_kernels import KernelSettings, _added, run_kernels
 from transport.bench_parts import Peer, PeerRun
 from transport.bench_stats import (
     SCHEMA,
@@ -329,6 +329,12 @@ def test_kernels_are_measured_beside_their_references(tmp_path: Path) -> None:
         "pack", "verify",
     ]  # fmt: skip
     assert all(len(figure.ratios) == 2 for figure in found.figures)
+
+
+def test_a_context_that_noise_hides_meets_no_target() -> None:
+    """A long step that was no slower than a short one says nothing for us."""
+    assert _added(long=2.0, short=1.5) == 2.0
+    assert _added(long=1.5, short=1.5) == _added(long=1.0, short=1.5) == 0.0
 
 
 def test_the_unchecked_step_is_out_of_reach() -> None:

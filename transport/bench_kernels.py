@@ -138,7 +138,7 @@ def _shape(
     whole = _quickest(settings, seconds(steps), lambda _: short.seconds(brief))
     beside = _quickest(settings, seconds(steps), _timed(gathered))
     part = tuple(
-        (1 / max(1e-9, long - brief_one), 1 / other)
+        (_added(long=long, short=brief_one), 1 / other)
         for (long, brief_one), (_, other) in zip(whole, beside, strict=True)
     )
     found = (
@@ -152,6 +152,11 @@ def _shape(
     )  # fmt: skip
     bytes_read = {"step_bytes": size, "context_bytes": pages}
     return tuple(attrs.evolve(f, notes=f.notes | bytes_read) for f in found)
+
+
+def _added(*, long: float, short: float) -> float:
+    """Passes a second of what the longer one adds; 0, the worst, where noise is more than that."""
+    return 1 / (long - short) if long > short else 0.0
 
 
 def _step_bytes(model: Model, pool: KVPool) -> int:
