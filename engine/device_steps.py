@@ -55,7 +55,7 @@ class DeviceBatch:
         device = pool.memory.octets.device
         self._tables = PageTables.of(
             [pages for pages, _ in tables],
-            [[to_unsigned(tag) for tag in tags] for _, tags in tables],
+            [tags for _, tags in tables],
             tokens=[each.start + each.count for each in sequences],
             rows=[each.count for each in sequences],
             device=device,

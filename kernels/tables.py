@@ -92,7 +92,7 @@ class PageTables:
         rows: Sequence[int],
         device: torch.device | None = None,
     ) -> PageTables:
-        """Tables from lists, rows following each other in the order of sequences; tags unsigned."""
+        """Tables from lists, rows following each other in the order of sequences; tags of either sign."""
         width = max((len(table) for table in pages), default=0)
         padded = [[*table, *[-1] * (width - len(table))] for table in pages]
         signed = [[*(to_signed(tag) for tag in each), *[0] * (width - len(each))] for each in tags]
@@ -141,7 +141,7 @@ class PageLabels:
         filled: Sequence[int],
         device: torch.device | None = None,
     ) -> PageLabels:
-        """Labels from lists; tags unsigned."""
+        """Labels from lists; tags unsigned or in two's complement."""
         return cls(
             pages=torch.tensor(list(pages), dtype=torch.int32, device=device),
             tags=torch.tensor([to_signed(t) for t in tags], dtype=torch.int64, device=device),

@@ -118,6 +118,25 @@ def test_a_page_of_the_device_that_is_altered_ends_its_request(
         assert len(other.tokens) == 12
 
 
+@pytest.mark.parametrize("device", [None, CPU])
+def test_a_scrubber_that_reads_all_it_may_ends_no_request(
+    made: tuple[Model, Tokenizer], device: torch.device | None
+) -> None:
+    """Pages that go from request to request, grow, and are given up halfway bear what they must."""
+    deployment = Deployment(*made, device=device, decode_pages=24, prefill_pages=16)
+    owners = (deployment.prefill, deployment.decode)
+    for owner in owners:
+        owner.runner.scrubber = Scrubber(owner.pool, step_bytes=1 << 30, share=1.0)
+    clients = [deployment.ask(prompt_of(9 + 5 * n, made[0]), params(30)) for n in range(12)]
+    deployment.run(until=lambda: len(clients[3].tokens) > 4)
+    deployment.cancel(clients[3])
+    deployment.settle()
+    assert [n for n, client in enumerate(clients) if len(client.tokens) < 30] == [3]
+    for owner in owners:
+        assert owner.runner.scrubber.pages_looked_at > 50
+        assert owner.pool.counters.mismatches == 0
+
+
 def test_a_page_that_changes_hands_before_its_copy_is_not_shipped() -> None:
     """The copy compares again: an error that names the page, and slots that stay as they were."""
     pool = DevicePool(LAYOUT, 4, device=CPU)
