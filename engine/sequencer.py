@@ -235,11 +235,11 @@ class Sequencer:
 
     def _may_change(self, grant: Grant) -> bool:
         """Whether somebody who lives may still say something of a quarantined grant."""
-        if grant.settlement is not Settlement.QUARANTINED:
-            return False
         parties = (grant.id.owner, *grant.undrained)
-        lives = [self.log.fleet.life(p.engine, p.incarnation) for p in parties]
-        return any(life is not None and life.lost is None for life in lives)
+        lives = (self.log.fleet.life(p.engine, p.incarnation) for p in parties)
+        return grant.settlement is Settlement.QUARANTINED and any(
+            life is not None and life.lost is None for life in lives
+        )
 
     def _carry_out(self, command: Command) -> None:
         for request, event in decide(self.log, command):

@@ -11,7 +11,7 @@ import attrs
 from lifecycle.events import Admitted, Leg, RejectCode, Rejected, Role
 from lifecycle.fleet import Life
 from lifecycle.history import History
-from lifecycle.ids import Party, RequestId, pages_for, prefill_pages
+from lifecycle.ids import RequestId, pages_for, prefill_pages, ranks_of
 
 
 @attrs.frozen
@@ -119,11 +119,11 @@ def admit(history: History, wanted: Submission, limits: Limits) -> Admitted | No
         if p.attached.layout == d.attached.layout
     ]
     best: tuple[int, Leg, Leg] | None = None
+    step, most = growth_booked(wanted, limits), wanted.prompt_tokens + wanted.new_tokens_max
     for p, d in pairs:
-        growth, most = growth_booked(wanted, limits), wanted.prompt_tokens + wanted.new_tokens_max
-        if prefill_pages(most, p.attached.page_tokens) > p.attached.pages:
-            # Once grown it could never come back, so it must never have to give way.
-            growth = wanted.new_tokens_max
+        # What could never come back once grown must never have to give way.
+        returns = prefill_pages(most, p.attached.page_tokens) <= p.attached.pages
+        growth = step if returns else wanted.new_tokens_max
         prefill = _leg(history, p, wanted, limits, growth)
         decode = _leg(history, d, wanted, limits, growth)
         if prefill is None or decode is None:
@@ -202,7 +202,7 @@ def _leg(
 ) -> Leg | None:
     attached = life.attached
     size = attached.page_tokens
-    parties = [Party(attached.engine, attached.incarnation, rank) for rank in range(attached.ranks)]
+    parties = ranks_of(attached.engine, attached.incarnation, attached.ranks)
     accounts = [history.ledger[party] for party in parties]
     if any(len(account.booked) >= account.slots for account in accounts):
         return None

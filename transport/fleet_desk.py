@@ -266,14 +266,14 @@ class FleetDesk:
             LostCause.REPLACED: pb.ATTACH_REFUSAL_SUPERSEDED,
         }.get(event.cause, pb.ATTACH_REFUSAL_LOST)
         self.leaving.discard(life)
-        self._heard.pop(life, None)
         for party in [p for p in self.streams.ranks if (p.engine, p.incarnation) == life]:
             link = self.streams.links.get(party)
             if link is not None:
                 self.streams.end(link, reason, f"{party} is lost: {event.cause.value}")
-            self._heard.pop(life, None)
             self.streams.ahead.pop(party, None)
             del self.streams.ranks[party]
+        # The end of a stream is a sign of life, too.
+        self._heard.pop(life, None)
 
     def shut_down(self) -> None:
         """End every stream; the engines may come back to the next scheduler."""
