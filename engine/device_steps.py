@@ -172,6 +172,7 @@ class DeviceSteps:
     """Decode steps over a pool on a device, as `decode_step.DecodeSteps` says."""
 
     path = "device"
+    reason: str | None = None
 
     def __init__(self, model: Model, pool: KVPool) -> None:
         self._model = model
