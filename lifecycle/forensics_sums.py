@@ -43,8 +43,8 @@ def exposures(
 ) -> Exposures:
     """Who was exposed to whom, by these entries in their order.
 
-    `missing` are the gaps that are known beforehand, `unknown` records that could not be read;
-    `whole` says that nothing else is missing from the log.
+    `missing` are the gaps that are known beforehand, `unknown` counts records that could not be
+    read and are in none of them; `whole` says that nothing else is missing from the log.
     """
     listed = tuple(missing)
     inquiry = Inquiry(from_the_beginning=whole and not listed)

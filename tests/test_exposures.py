@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
+from engine.store import Stored
 from lifecycle.events import (
     Aborted,
     Cause,
@@ -29,6 +30,7 @@ from tests.driver import Driver
 from tests.handmade import DECODE, DESTINATION, ONE, PREFILL, SOURCE, TWO
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from transport import cli
+from transport.jsonlines import entry_object
 from transport.stores import frames, segment_files
 from transport.stores.disk import Disk
 from transport.stores.segments import SegmentStore
@@ -397,6 +399,44 @@ def test_what_is_no_log_is_refused(
     assert cli.run(["exposures", str(path)]) == 5
     said = capsys.readouterr()
     assert (said.out, said.err[:9]) == ("", "custody: ")
+
+
+def test_a_record_that_says_nothing_is_missing_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether its position can be read or not, it is one of the positions that are not covered."""
+    path = write_log(tmp_path / "log.jsonl", first_answered().entries)
+    text = path.read_text()
+    lines = text.splitlines(keepends=True)
+    share = 1 / (len(lines) - 1)
+    path.write_text(text.replace('"event":"Drained"', '"event":"Evaporated"'))
+    assert asked(path, capsys)[2]["not_covered"]["position_share"] == share
+    path.write_text("".join([*lines[:5], "no JSON\n", *lines[6:]]))
+    assert asked(path, capsys)[2]["not_covered"]["position_share"] == share
+    path.write_text("".join([*lines[:-1], "no JSON\n"]))
+    assert asked(path, capsys)[2]["not_covered"]["position_share"] == share
+
+
+@pytest.mark.parametrize(("records", "foreign"), [(1, True), (1_001, False)])
+def test_a_record_of_an_unknown_place_may_be_anywhere(
+    records: int, foreign: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It keeps an answer from being cleared, whatever else is missing at a known place."""
+    log = Careless()
+    handmade.decoding(log)
+    log.say(handmade.finished(reads_unchecked=1))
+    source = "other" if foreign else "custody"
+    header = {"format": "custody.log", "version": 1, "source": source, "complete": True}
+    stored = [entry_object(Stored(position, entry)) for position, entry in log.entries]
+    last = {**stored[-1], "event": "Evaporated"}
+    unknown = [{**last, "position": len(stored) + 1 + n} for n in range(records)]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in [header, *stored, *unknown]))
+    assert asked(path, capsys)[2]["affected"] == {"least": 0, "most": int(records > 1)}
+    with path.open("a") as stream:
+        stream.write("no JSON\n")
+    code, _, document = asked(path, capsys)
+    assert (code, document["affected"]) == (1, {"least": 0, "most": 1})
 
 
 def test_a_line_that_is_cut_costs_only_itself(

@@ -60,6 +60,8 @@ class Capture:
         self.notes: list[str] = []
         self.entries_read = 0
         self.missing_ns = 0
+        self.unplaced = 0
+        """Records that say nothing and are in no gap."""
         self.claims_whole = True
         self.problems: list[Problem] = []
         self.head: bytes | None = None
@@ -75,8 +77,12 @@ class Capture:
 
     def gaps(self) -> list[Missing]:
         """Missing positions, and those of records that say nothing, once everything was read."""
-        placed = [one for one in self.unknown if one.position is not None]
-        return self.missing + [Missing(p, p, one.reason) for one in placed if (p := one.position)]
+        gaps = self.missing + [Missing(p, p, o.reason) for o in self.unknown if (p := o.position)]
+        # In our own log the positions around a record say where it was; a foreign one may be of
+        # any time, as may what was not even kept.
+        if self.unplaced and (self.foreign or len(self.unknown) == _REASONS_MAX):
+            gaps.append(Missing(1, None, f"{self.unplaced} records whose place is not known"))
+        return gaps
 
     def opening(self) -> Sequence[tuple[int, Entry]]:
         """What a snapshot kept of a beginning that was dropped; no part of the iteration."""
@@ -88,6 +94,8 @@ class Capture:
             if not self.foreign:
                 if position > self._next:
                     self._miss(self._next, position - 1, "not in the log", entry.time_ns)
+                    if len(self.unknown) < _REASONS_MAX:
+                        self.unplaced = 0
                 self._next = max(self._next, position + 1)
             self._last_ns = max(self._last_ns, entry.time_ns)
             self.entries_read += 1
@@ -112,6 +120,9 @@ class Capture:
         """A record that is there and says nothing; its position is accounted for by `unknown`."""
         if len(self.unknown) < _REASONS_MAX:
             self.unknown.append(record)
+            self.unplaced += not record.position
+        else:
+            self.unplaced += 1
         if record.position == self._next:
             self._next += 1
 

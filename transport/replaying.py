@@ -61,7 +61,7 @@ def found_in(capture: Capture, inquiry: Inquiry) -> Exposures:
         inquiry,
         missing=capture.gaps(),
         missing_ns=capture.missing_ns,
-        unknown=len(capture.unknown),
+        unknown=capture.unplaced,
         whole=capture.whole,
     )
 
