@@ -1,6 +1,6 @@
-"""One token for each sequence of a batch: plain torch, or one compiled walk over the layers.
+"""One token for each sequence of a batch: plain torch, one compiled walk, or a device's kernels.
 
-Owns: which of the two a model and a pool can use, and that both answer alike.
+Owns: which of them a model and a pool can use, and that all answer alike.
 Must not know: requests, sampling.
 
 `PlainSteps` is the definition. `CompiledSteps` is what runs on CPUs in float32, `DeviceSteps` what runs
@@ -36,9 +36,10 @@ class Outcome:
 
 
 class DecodeSteps(Protocol):
-    """Both ways of computing a step."""
+    """A way of computing steps: `path` is its name, `reason` why it is not a faster one."""
 
     path: str
+    reason: str | None
 
     def run(self, tokens: Sequence[int], sequences: Sequence[SequenceSlice]) -> Outcome:
         """Append one token to each sequence and give the logits behind it.

@@ -272,11 +272,11 @@ def test_what_cannot_be_compiled_runs_plainly(tmp_path: Path) -> None:
     half = load_model(tiny_llama(tmp_path / "half"), dtype=torch.bfloat16)
     layout = PageLayout(layers=2, kv_heads=2, head_dim=32, dtype=torch.bfloat16)
     steps = make_steps(half, KVPool.allocate(layout, 2), threads=1)
-    assert (steps.path, getattr(steps, "reason", "")) == ("plain", "not float32")
+    assert (steps.path, steps.reason) == ("plain", "not float32")
     odd = load_model(tiny_llama(tmp_path / "odd", mlp=100))
     layout = PageLayout(layers=2, kv_heads=2, head_dim=16)
     steps = make_steps(odd, KVPool.allocate(layout, 2), threads=1)
-    assert getattr(steps, "reason", "") == "MLP size 100 is no multiple of 32"
+    assert steps.reason == "MLP size 100 is no multiple of 32"
 
 
 def test_without_the_compiler_steps_are_plain(
@@ -287,7 +287,7 @@ def test_without_the_compiler_steps_are_plain(
     monkeypatch.setitem(sys.modules, "kernels.cpu_entry", None)
     room = Room(model, (3,))
     steps = make_steps(model, room.pool, threads=1)
-    assert (steps.path, getattr(steps, "reason", "")) == (
+    assert (steps.path, steps.reason) == (
         "plain",
         "kernels.cpu_entry cannot be imported",
     )

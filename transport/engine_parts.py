@@ -180,6 +180,5 @@ def make_owner(
         digest=digest,
     )
     decode = DecodeRunner(loaded.model, pool, loaded.tokenizer, clock=time.time_ns, digest=digest)
-    path = decode.compute.path
-    _log.info("decode_path", path=path, reason=getattr(decode.compute, "reason", None))
+    _log.info("decode_path", path=decode.compute.path, reason=decode.compute.reason)
     return DecodeOwner(decode_core, decode, plane=memory.plane, send=send, note=note)
