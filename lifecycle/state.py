@@ -44,6 +44,9 @@ LIVE = frozenset({Phase.ADMITTED, Phase.DECODING})
 OPEN = frozenset({Phase.ADMITTED, Phase.DECODING, Phase.REQUEUED})
 """Phases in which the client still waits for its answer."""
 
+TERMINAL = frozenset({Phase.CLOSED, Phase.REJECTED})
+"""Phases that are never left: every grant, if there were any, is settled."""
+
 
 class Settlement(Enum):
     """What became of a grant."""

@@ -42,10 +42,9 @@ from lifecycle.events import (
 )
 from lifecycle.history import History
 from lifecycle.ids import FLEET, GrantId, Party, RequestId, count_pages
-from lifecycle.state import Phase, RequestState, Settlement
+from lifecycle.state import TERMINAL, Phase, RequestState, Settlement
 from lifecycle.tally_metrics import Distribution, Family, Labels, Metric, Value
 
-TERMINAL = frozenset({Phase.CLOSED, Phase.REJECTED})
 OPENING = (Admitted, Rejected)
 
 
@@ -79,7 +78,6 @@ class Tally:
 
         What happened before `start` is not counted; durations of what was open then are unknown.
         """
-        self.entries = 0
         self._times: dict[RequestId, Times] = {}
         self._history = History(crossguards=False) if start is None else start.copy()
         self.quarantine: dict[GrantId, Kept] = dict(_kept(self._history))
@@ -93,7 +91,6 @@ class Tally:
 
     def note(self, entry: Entry) -> None:
         """Take in the next entry of the log."""
-        self.entries += 1
         self._add(metrics.EVENTS, (type(entry.event).__name__,))
         if entry.request == FLEET:
             self._history.take(entry)

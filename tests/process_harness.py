@@ -26,7 +26,7 @@ from lifecycle.events import Event
 from lifecycle.history import History
 from lifecycle.ids import Party, RequestId
 from lifecycle.replay import Report, replay
-from lifecycle.state import Phase
+from lifecycle.state import TERMINAL
 from tests.tiny import tiny_llama
 from transport import render
 from transport.child import PROGRAM, Child
@@ -177,13 +177,8 @@ class Deployment:
     # --- waiting ------------------------------------------------------------------------------
 
     def wait_until(self, claim: str, holds: Callable[[], bool]) -> None:
-        """Ask again and again; the deployment has no way to announce what is asked here."""
-        pace = threading.Event()
-        for _ in range(int(SETTLE_SECONDS / PACE_SECONDS)):
-            if holds():
-                return
-            pace.wait(PACE_SECONDS)
-        raise AssertionError(f"not in {SETTLE_SECONDS:.0f} s: {claim}")
+        """See `wait_until`."""
+        wait_until(claim, holds)
 
     def history(self) -> History:
         """The present log, reduced."""
@@ -194,10 +189,9 @@ class Deployment:
 
     def wait_closed(self) -> None:
         """Every request has closed."""
-        done = {Phase.CLOSED, Phase.REJECTED}
         self.wait_until(
             "every request is closed",
-            lambda: {state.phase for state in self.history().requests.values()} <= done,
+            lambda: {state.phase for state in self.history().requests.values()} <= TERMINAL,
         )
 
     def engine_status(self, name: str) -> EngineStatus:
@@ -232,6 +226,25 @@ class Deployment:
         assert log.complete, "the log's files are whole"
         assert not log.unknown
         return judged(list(log.entries), self.folder.name)
+
+
+def wait_until(
+    claim: str,
+    holds: Callable[[], bool],
+    *,
+    seconds: float = SETTLE_SECONDS,
+    pace_seconds: float = PACE_SECONDS,
+) -> None:
+    """Ask again and again: processes have no way to announce what is asked here.
+
+    Raises AssertionError when it does not hold in so many seconds at least.
+    """
+    pace = threading.Event()
+    for _ in range(int(seconds / pace_seconds)):
+        if holds():
+            return
+        pace.wait(pace_seconds)
+    raise AssertionError(f"not in {seconds:.0f} s: {claim}")
 
 
 def judged(entries: Sequence[Stored], name: str) -> Report:

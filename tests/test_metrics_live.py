@@ -353,11 +353,10 @@ async def test_a_fault_of_the_metrics_does_not_end_the_scheduler(
 ) -> None:
     """Whoever looks cannot stop what he looks at: it is logged, and requests go on."""
 
-    def broken(_owner: object) -> None:
-        raise ZeroDivisionError
+    def broken(_families: object, *, process: bool) -> None:
+        raise ZeroDivisionError(process)
 
-    monkeypatch.setattr(metrics_server, "snapshot", lambda _owner: (1,))
-    monkeypatch.setattr(metrics_server, "registry", lambda *_a, **_k: broken(None))
+    monkeypatch.setattr(metrics_server, "registry", broken)
     with capture_logs() as logs:
         async with deployment(model, metrics_port=0) as here:
             with pytest.raises(http.client.RemoteDisconnected):

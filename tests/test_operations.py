@@ -32,6 +32,7 @@ from tests.process_harness import (
     judged,
     text_request,
     tiny_model,
+    wait_until,
 )
 from transport.child import PROGRAM, Child
 from transport.client import Client, Refused
@@ -90,6 +91,14 @@ class Serve:
         judged(list(file.entries), "serve")
         return file.entries
 
+    def whole(self) -> bool:
+        """Whether every engine is attached and every page of its is free."""
+        return all(
+            engine.state == ENGINE_STATE_ATTACHED
+            and all(rank.pages.free == rank.pages.capacity for rank in engine.ranks)
+            for engine in self.client.status().engines
+        )
+
     def wait_for(self, event: type[Any]) -> Any:
         """Follow the log until such an event was appended."""
         for one in self.client.tail(follow=True):
@@ -117,17 +126,7 @@ def test_a_hung_engine_is_killed_and_replaced(tmp_path: Path, tiny: Path, role: 
         assert (lost.engine, lost.cause) == (engine, LostCause.LEASE)
         assert serve.next_started() == engine
         assert not Path(f"/proc/{stopped}").exists()
-        for _ in range(400):
-            status = serve.client.status()
-            if all(
-                e.state == ENGINE_STATE_ATTACHED
-                and all(r.pages.free == r.pages.capacity for r in e.ranks)
-                for e in status.engines
-            ):
-                break
-            signal.sigtimedwait([], 0.05)
-        else:
-            raise AssertionError(status)
+        wait_until("every engine is back with all its pages", serve.whole)
         collect(serve.client.generate(text_request("served again", 4)))
         serve.child.signal(signal.SIGTERM)
         assert serve.child.wait(timeout=STOP_SECONDS) == 0, serve.child.said_errors()

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from lifecycle.tally import Tally
 from lifecycle.tally_metrics import METRICS, Distribution, Family, Kind, Metric
 from transport.metrics import LIVE_METRICS
 from transport.metrics_text import document, exposition
@@ -425,8 +424,3 @@ def test_names_of_other_systems_look_like_theirs() -> None:
     foreign = re.findall(r"`((?:vllm|sglang)[^`{]*)", text)
     assert len(foreign) > 30
     assert all(re.fullmatch(r"(vllm|sglang):[a-z0-9_]+", name) for name in foreign)
-
-
-def test_an_empty_log_has_a_text_form() -> None:
-    """A scheduler that has seen nothing is scraped like any other."""
-    assert "custody_requests_total{" in exposition(Tally().families())

@@ -26,7 +26,9 @@ def test_every_rule_is_shown_by_few_entries(rule: str) -> None:
     replayer = Replayer()
     for position, entry in log:
         replayer.take(position, entry)
-    for finding in replayer.report().findings:
+    findings = replayer.report().findings
+    assert findings
+    for finding in findings:
         found = smallest(log, finding, foreign=False)
         assert found is not None
         assert len(found.entries) <= ENTRIES_MAX
@@ -61,7 +63,9 @@ def test_the_incident_is_a_refusal_that_walks() -> None:
     replayer = Replayer(foreign=True)
     for position, entry in engine.log.entries:
         replayer.take(position, entry)
-    for finding in replayer.report().findings:
+    findings = replayer.report().findings
+    assert findings
+    for finding in findings:
         found = smallest(engine.log.entries, finding, foreign=True)
         assert found is not None
         names = [type(entry.event).__name__ for _, entry in found.entries]

@@ -32,8 +32,8 @@ from lifecycle.events import (
 from lifecycle.history import History
 from lifecycle.ids import FLEET, GrantId, TokenRange
 from lifecycle.replay import replay
-from lifecycle.state import Phase
-from lifecycle.tally import TERMINAL, Tally
+from lifecycle.state import TERMINAL, Phase
+from lifecycle.tally import Tally
 from lifecycle.tally_metrics import BOUNDS_NS, METRICS, Distribution, Kind, Labels, Metric, Value
 from tests import handmade as hand
 

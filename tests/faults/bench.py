@@ -9,10 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +18,7 @@ from engine.store import Stored
 from lifecycle.events import Event, Lost
 from lifecycle.history import History
 from lifecycle.replay import unbounded
-from lifecycle.state import Phase
+from lifecycle.state import TERMINAL
 from tests.faults.reddened import unnoticed
 from tests.faults.relay import Relay
 from tests.faults.wire import Remote, Switchboard
@@ -32,6 +29,7 @@ from tests.process_harness import (
     judged,
     pages_agree,
     text_request,
+    wait_until,
 )
 from transport.child import Child
 from transport.client import Client, Refused, Unreachable
@@ -54,7 +52,6 @@ ENGINE_FLAGS = (
     # Few staging pages make a prompt several writes, whatever is computed meanwhile.
     *("--chunk-tokens=32", "--staging-pages=2"),
 )
-DONE = {Phase.CLOSED, Phase.REJECTED}
 
 
 class Bench:
@@ -192,13 +189,14 @@ class Bench:
         self, claim: str, holds: Callable[[], bool], seconds: float = WAIT_SECONDS
     ) -> None:
         """Ask again and again; a scheduler that is away is asked again too."""
-        pace, until = threading.Event(), time.monotonic() + seconds
-        while time.monotonic() < until:
-            with suppress(Unreachable):
-                if holds():
-                    return
-            pace.wait(PACE_SECONDS)
-        raise AssertionError(f"not in {seconds:.0f} s: {claim}")
+
+        def answered() -> bool:
+            try:
+                return holds()
+            except Unreachable:
+                return False
+
+        wait_until(claim, answered, seconds=seconds, pace_seconds=PACE_SECONDS)
 
     def entries(self) -> list[Stored]:
         """The log, from the beginning to the present end."""
@@ -234,7 +232,7 @@ class Bench:
     def settled(self) -> bool:
         """Whether every request is closed, and nothing of any engine's pool is missing."""
         history = self.history()
-        if not {state.phase for state in history.requests.values()} <= DONE:
+        if not {state.phase for state in history.requests.values()} <= TERMINAL:
             return False
         status = self.client.status()
         ranks = {e.engine: e.ranks[0] for e in status.engines if e.ranks}
