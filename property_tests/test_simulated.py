@@ -264,7 +264,8 @@ def test_the_command_prints_its_seed_and_how_much_it_did(
     said = capsys.readouterr().out
     assert said.startswith("seed 3: 1 runs, ")
     assert said.endswith("nothing found\n")
-    assert cli.run(["fuzz", "--simulate", "--exhaustive"]) == 2
+    for other in ("--exhaustive", "--junit=report.xml", "--corpus=kept"):
+        assert cli.run(["fuzz", "--simulate", other]) == 2
 
 
 @pytest.mark.slow

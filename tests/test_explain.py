@@ -47,6 +47,22 @@ def test_an_answer_is_told_as_the_truth(tmp_path: Path, capsys: pytest.CaptureFi
         assert part in text, part
 
 
+def test_the_story_runs_forward_and_the_verdict_stands_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Positions never go back above the heading, under which the broken rule and the end are named."""
+    log = first_answered()
+    short_handoff(log).say(Released(SOURCE), request=TWO)
+    _, text, document = told(log, TWO, tmp_path / "x", capsys)
+    _, *story = text.splitlines()
+    above, below = story[: story.index("verdict")], story[story.index("verdict") :]
+    positions = [one["position"] for one in document["sentences"][: len(above)]]
+    assert positions == sorted(positions)
+    assert "was given back." in above[-1]
+    assert "It broke the rule " in below[-2]
+    assert "The client was told success" in below[-1]
+
+
 def test_a_foreign_read_is_no_truth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whose bytes were read, which rule was broken, and that success was not the truth."""
     code, text, document = told(short_handoff(first_answered()), TWO, tmp_path / "x", capsys)

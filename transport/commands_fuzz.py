@@ -100,14 +100,16 @@ def fuzz(
         return _hunt(names, trials, seed or 0, runs, jobs, corpus, junit, json=json)
     if exhaustive:
         return _exhaust(corpus, junit, json=json)
-    if simulate:
-        from transport.commands_simulate import fuzz_simulated
-
-        return fuzz_simulated(first, seconds=seconds, runs=runs, jobs=jobs, json=json)
     from transport.fuzz_values import PROFILES, Settings
 
     if seconds is None and runs is None:
         seconds = PROFILES[profile or "quick"]
+    if simulate:
+        from transport.commands_simulate import fuzz_simulated
+
+        if corpus is not None or junit is not None:
+            raise UsageError("--simulate keeps no corpus and writes no JUnit report")
+        return fuzz_simulated(first, seconds=seconds, runs=runs, jobs=jobs, json=json)
     settings = Settings(first, seconds, runs, jobs, adapter)
     return _search(settings, corpus, junit, json=json)
 

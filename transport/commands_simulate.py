@@ -191,8 +191,6 @@ def _row(name: str, spread: Spread) -> str:
 
 # --- searching --------------------------------------------------------------------------------
 
-SECONDS = 10.0
-
 
 def fuzz_simulated(
     seed: int, *, seconds: float | None, runs: int | None, jobs: int, json: bool
@@ -200,9 +198,7 @@ def fuzz_simulated(
     """Run simulated deployments from that seed on; exits 0 nothing, 1 found."""
     from transport.simulate_search import reduce_plan, search
 
-    if seconds is None and runs is None:
-        seconds = SECONDS
-    report = search(seed, runs=runs, seconds=seconds, jobs=jobs, progress=lambda _report: None)
+    report = search(seed, runs=runs, seconds=seconds, jobs=jobs)
     small = None if report.found is None else reduce_plan(report.found)
     if json:
         say_json(_search_value(report, small))

@@ -61,10 +61,14 @@ class Sentence:
 
 @attrs.frozen
 class Explanation:
-    """The story of a request; `true` is None where the log cannot say."""
+    """The story of a request in the log's order, and what follows from it.
+
+    `true` is None where the log cannot say.
+    """
 
     request: RequestId
-    sentences: tuple[Sentence, ...]
+    story: tuple[Sentence, ...]
+    verdict: tuple[Sentence, ...]
     told: Told
     true: bool | None
     response: Response | None
@@ -89,17 +93,19 @@ def explain(request: RequestId, capture: Capture) -> Explanation:
     found = found_in(capture, inquiry)
     response = next((r for r in found.responses if r.request == request), None)
     story = inquiry.stories[request]
-    sentences = [*_story(own), *_coverage(own), *_reads(response)]
+    verdict = [*_coverage(own), *_reads(response)]
     finding = replayer.findings.get(request)
     rule = ""
     if finding is not None:
         rule = finding.violation.rule
         text = f"It broke the rule {rule}: {finding.violation.message}. {RULES[rule].sentence}"
         time_ns = finding.entry.time_ns if finding.entry is not None else 0
-        sentences.append(Sentence(finding.position, time_ns, text))
+        verdict.append(Sentence(finding.position, time_ns, text))
     told, true = _told(story.told, response, own, whole=capture.whole)
-    sentences.append(told)
-    return Explanation(request, tuple(sentences), story.told, true, response, rule)
+    verdict.append(told)
+    return Explanation(
+        request, tuple(_story(own)), tuple(verdict), story.told, true, response, rule
+    )
 
 
 def near(request: str, known: Iterable[str]) -> list[str]:
@@ -307,10 +313,15 @@ def _told(
 
 
 def explanation_lines(story: Explanation) -> Iterator[str]:
-    """A sentence a line, with its time."""
+    """A sentence a line: what was recorded, with its time, and under a heading what follows."""
     yield f"request {story.request}"
-    for one in story.sentences:
-        yield f"{clock(one.time_ns)}  {one.text}" if one.time_ns else f"  {one.text}"
+    yield from map(_line, story.story)
+    yield "verdict"
+    yield from map(_line, story.verdict)
+
+
+def _line(one: Sentence) -> str:
+    return f"{clock(one.time_ns)}  {one.text}" if one.time_ns else f"  {one.text}"
 
 
 def explanation_object(story: Explanation) -> dict[str, Any]:
@@ -322,7 +333,7 @@ def explanation_object(story: Explanation) -> dict[str, Any]:
         "rule": story.rule or None,
         "sentences": [
             {"position": one.position, "time_ns": one.time_ns, "text": one.text}
-            for one in story.sentences
+            for one in (*story.story, *story.verdict)
         ],
         "exposure": None if story.response is None else response_object(story.response),
     }

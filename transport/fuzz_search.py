@@ -1,6 +1,6 @@
-"""The random search of `custody fuzz`: runs shared between processes, and what they bring home.
+"""The random search of `custody fuzz`: what its runs bring home.
 
-Owns: which process walks which seeds, when to stop, what is worth keeping.
+Owns: what a chunk of runs does, and what is worth keeping of it.
 Must not know: how anything is printed or filed.
 
 Seeds are handed out in order; with a number of runs the finding of the least seed is reported,
@@ -9,11 +9,10 @@ however many processes there are. A world imports no torch, so a process starts 
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 
 import attrs
 
@@ -22,9 +21,10 @@ from engine.explorer import walk
 from engine.minimiser import minimise
 from engine.scenarios import of_seed
 from engine.trace import Trace, TraceFile, Worlds, name_actions, record, replay_names
+from engine.trace_names import label
 from engine.world import World
 from engine.world_values import Action, Scenario
-from lifecycle.ids import Party
+from transport.fuzz_pool import chunks, shared
 from transport.fuzz_values import Finding, Report, Settings, adapter_worlds
 
 CHUNK_RUNS = 8
@@ -121,12 +121,8 @@ def pages_held(world: object) -> str:
                 for r in holding.reserved.pages
             )
             whose = f"{numbers.get(holding.request, holding.request)}/{holding.attempt}"
-            parts.append(f"{_label(party)} page {pages}: {whose}")
+            parts.append(f"{label(party)} page {pages}: {whose}")
     return "; ".join(parts) or "nobody holds a page"
-
-
-def _label(party: Party) -> str:
-    return f"{party.engine}{party.rank}"
 
 
 # --- the whole search -------------------------------------------------------------------------
@@ -137,7 +133,15 @@ def search(settings: Settings, *, known: frozenset[str], progress: Progress) -> 
     report = Report(settings)
     began = time.monotonic()
     seen = set(known)
-    for chunk in _chunks(settings, seen, began):
+
+    def calls() -> Iterator[Callable[[], Chunk]]:
+        drawn = chunks(settings.seed, runs=settings.runs, seconds=settings.seconds, size=CHUNK_RUNS)
+        for start, count in drawn:
+            if report.finding is not None:
+                return
+            yield partial(walk_chunk, start, count, settings.adapter, frozenset(seen))
+
+    for chunk in shared(calls(), settings.jobs):
         report.runs += chunk.runs
         report.steps += chunk.steps
         report.cpu_s += chunk.cpu_s
@@ -154,43 +158,3 @@ def search(settings: Settings, *, known: frozenset[str], progress: Progress) -> 
         progress(report)
     report.wall_s = time.monotonic() - began
     return report
-
-
-def _starts(settings: Settings, began: float) -> Iterator[tuple[int, int]]:
-    """First seed and number of runs of each chunk, as long as there is something left to do."""
-    done = 0
-    while settings.runs is None or done < settings.runs:
-        if settings.seconds is not None and time.monotonic() - began >= settings.seconds:
-            return
-        left = CHUNK_RUNS if settings.runs is None else min(CHUNK_RUNS, settings.runs - done)
-        yield settings.seed + done, left
-        done += left
-
-
-def _chunks(settings: Settings, seen: set[str], began: float) -> Iterator[Chunk]:
-    starts = _starts(settings, began)
-    if settings.jobs == 1:
-        for seed, count in starts:
-            chunk = walk_chunk(seed, count, settings.adapter, frozenset(seen))
-            yield chunk
-            if chunk.finding is not None:
-                return
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(settings.jobs, mp_context=context) as pool:
-        running: dict[Future[Chunk], int] = {}
-        found: int | None = None
-        while True:
-            while found is None and len(running) < settings.jobs + 1:
-                start = next(starts, None)
-                if start is None:
-                    break
-                future = pool.submit(walk_chunk, *start, settings.adapter, frozenset(seen))
-                running[future] = start[0]
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                del running[future]
-                chunk = future.result()
-                found = chunk.finding.seed if chunk.finding is not None else found
-                yield chunk

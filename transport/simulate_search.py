@@ -1,6 +1,6 @@
-"""Many simulated runs: seeds in order, shared between processes, until something is found.
+"""Many simulated runs, until something is found.
 
-Owns: when to stop, what a run brings home, and the reduction of a plan that found something.
+Owns: what a run brings home, and the reduction of a plan that found something.
 Must not know: how anything is printed.
 
 A run is a function of its seed and of nothing else; with a number of runs the finding of the
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 import attrs
@@ -24,6 +23,7 @@ import structlog
 
 from engine.store import Stored
 from engine.world_values import Found
+from transport.fuzz_pool import chunks, shared
 from transport.jsonlines import jsonlines
 from transport.simulated_engine import Parts
 from transport.simulated_faults import Fault, Plan, draw_plan
@@ -155,46 +155,19 @@ def run_chunk(seed: int, count: int) -> Chunk:
     return Chunk(runs, requests, entries, virtual_ns / 1e9, spent, sometimes, found)
 
 
-def search(
-    seed: int,
-    *,
-    runs: int | None,
-    seconds: float | None,
-    jobs: int,
-    progress: Callable[[Report], None],
-) -> Report:
+def search(seed: int, *, runs: int | None, seconds: float | None, jobs: int) -> Report:
     """Run seeds from the first on, until something is found or runs or seconds are used up."""
-    report, began = Report(seed), time.monotonic()
+    report = Report(seed)
 
-    def starts() -> Iterator[tuple[int, int]]:
-        done = 0
-        while report.found is None and (runs is None or done < runs):
-            if seconds is not None and time.monotonic() - began >= seconds:
+    def calls() -> Iterator[Callable[[], Chunk]]:
+        for start, count in chunks(seed, runs=runs, seconds=seconds, size=CHUNK_RUNS):
+            if report.found is not None:
                 return
-            count = CHUNK_RUNS if runs is None else min(CHUNK_RUNS, runs - done)
-            yield seed + done, count
-            done += count
+            yield partial(run_chunk, start, count)
 
-    for chunk in _chunks(starts(), jobs):
+    for chunk in shared(calls(), jobs):
         report.add(chunk)
-        progress(report)
     return report
-
-
-def _chunks(starts: Iterator[tuple[int, int]], jobs: int) -> Iterator[Chunk]:
-    if jobs == 1:
-        for start in starts:
-            yield run_chunk(*start)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        running = []
-        for start in starts:
-            running.append(pool.submit(run_chunk, *start))
-            if len(running) > jobs:
-                yield running.pop(0).result()
-        while running:
-            yield running.pop(0).result()
 
 
 # --- reduction --------------------------------------------------------------------------------
