@@ -44,7 +44,7 @@ from lifecycle.events import (
 )
 from lifecycle.ids import FLEET, EngineId, Party, RequestId, request_id
 from lifecycle.snapshot import Snapshot, restore
-from lifecycle.state import Phase
+from lifecycle.state import TERMINAL, Phase
 
 ANSWERS_KEPT = 8192
 """How many answers per rank are kept for repeats; an engine has fewer proposals outstanding."""
@@ -186,7 +186,7 @@ class Scheduler(Judge):
     def idle(self) -> bool:
         """Whether no request is open, waiting or unsettled."""
         return not self.queue.waiting() and all(
-            state.phase in {Phase.CLOSED, Phase.REJECTED} for state in self.log.requests.values()
+            state.phase in TERMINAL for state in self.log.requests.values()
         )
 
     # --- clients ------------------------------------------------------------------------------

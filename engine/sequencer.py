@@ -37,7 +37,7 @@ from lifecycle.events import (
 )
 from lifecycle.history import History
 from lifecycle.ids import FLEET, EngineId, Party, RequestId
-from lifecycle.state import Grant, Phase, RequestState, Settlement, Violation
+from lifecycle.state import TERMINAL, Grant, Phase, RequestState, Settlement, Violation
 
 
 class SequencerError(RuntimeError):
@@ -192,7 +192,7 @@ class Sequencer:
         state = self.log.state(request)
         if state.phase is Phase.REQUEUED and not state.unsettled:
             self._requeue(state)
-        if state.phase in {Phase.CLOSED, Phase.REJECTED}:
+        if state.phase in TERMINAL:
             self.relays.pop(request, None)
             self._evict(request)
 
@@ -216,7 +216,7 @@ class Sequencer:
     def _evict(self, request: RequestId) -> None:
         """Forget a closed request once every engine has heard of its end."""
         state = self.log.requests.get(request)
-        if state is None or state.phase not in {Phase.CLOSED, Phase.REJECTED}:
+        if state is None or state.phase not in TERMINAL:
             return
         if any(self._may_change(grant) for grant in state.grants):
             return

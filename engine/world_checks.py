@@ -16,7 +16,7 @@ from engine.world_values import EYES, Action, Found
 from lifecycle.events import Aborted, Finished, Rejected
 from lifecycle.ids import Party, RequestId
 from lifecycle.replay import replay
-from lifecycle.state import LIVE, OPEN, Phase, Settlement
+from lifecycle.state import LIVE, OPEN, TERMINAL, Settlement
 
 CALM_STEPS_MAX = 2_000
 
@@ -148,7 +148,7 @@ class Checks(Conduct):
         self.judge_log()
         log = self.scheduler.log
         for state in log.requests.values():
-            if state.phase not in {Phase.CLOSED, Phase.REJECTED}:
+            if state.phase not in TERMINAL:
                 raise Found("not-closed", f"{state.request} rests in {state.phase.value}")
         if self.scheduler.queue.waiting():
             raise Found("not-closed", "somebody still waits in the queue")

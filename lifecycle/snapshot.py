@@ -18,7 +18,7 @@ from lifecycle.events import Entry
 from lifecycle.history import History
 from lifecycle.ids import Party
 from lifecycle.ledger import Ledger
-from lifecycle.state import Phase, RequestState, Settlement, Violation
+from lifecycle.state import TERMINAL, RequestState, Settlement, Violation
 
 
 class UnfoldableSnapshot(ValueError):
@@ -45,7 +45,7 @@ class Snapshot:
 
 def is_over(state: RequestState, ledger: Ledger) -> bool:
     """Whether nothing of a request is left in any account: it may be forgotten."""
-    if state.phase not in {Phase.CLOSED, Phase.REJECTED}:
+    if state.phase not in TERMINAL:
         return False
     quarantined = [g for g in state.grants if g.settlement is Settlement.QUARANTINED]
     return not any(grant.id.owner in ledger for grant in quarantined)

@@ -18,7 +18,7 @@ from lifecycle.events import REQUEST_EVENTS
 from lifecycle.guards import GUARDS, TABLE_PLACE
 from lifecycle.phases import TABLE
 from lifecycle.rules import RULES
-from lifecycle.state import Phase
+from lifecycle.state import TERMINAL, Phase
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "lifecycle.md"
@@ -27,7 +27,6 @@ METRICS = ROOT / "docs" / "metrics.md"
 COMMAND = "make docs"
 # Guards that are no entry of a list: the table, and what is asked over a whole log.
 ELSEWHERE = (TABLE_PLACE, "bounded/closed", "unbroken-log/total")
-TERMINAL = (Phase.REJECTED, Phase.CLOSED)
 
 
 class MarkerError(Exception):
@@ -59,7 +58,7 @@ def diagram() -> str:
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {Phase.NEW.name}"]
     for (phase, after), kinds in arrows.items():
         lines.append(f"    {phase.name} --> {after.name}: {', '.join(kinds)}")
-    lines += [f"    {phase.name} --> [*]" for phase in TERMINAL]
+    lines += [f"    {phase.name} --> [*]" for phase in TABLE if phase in TERMINAL]
     return "\n".join([*lines, "```"])
 
 

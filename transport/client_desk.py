@@ -19,7 +19,7 @@ from engine.digests import commitment
 from engine.effects import Payload, TellAdmitted, TellOutcome, TellTokens
 from lifecycle.events import Cause, Finished, RejectCode, Rejected, Role
 from lifecycle.ids import Party, RequestId
-from lifecycle.state import Phase
+from lifecycle.state import TERMINAL
 from transport import refusals
 from transport.client_records import (
     Asked,
@@ -347,5 +347,5 @@ class ClientDesk:
         if record.end is None:
             return
         state = self.owner.core.log.state(record.request)
-        if record.closed or state.phase in {Phase.CLOSED, Phase.REJECTED}:
+        if record.closed or state.phase in TERMINAL:
             self._records.pop(record.request, None)

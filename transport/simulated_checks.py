@@ -14,7 +14,7 @@ from engine.world_values import Found
 from lifecycle.events import Finished
 from lifecycle.ids import mask_of
 from lifecycle.replay import replay
-from lifecycle.state import Phase, Settlement
+from lifecycle.state import TERMINAL, Settlement
 
 if TYPE_CHECKING:
     from lifecycle.history import History
@@ -64,7 +64,7 @@ def at_rest(run: Deployment) -> None:
         raise Found("replay", f"{violation.guard}: {violation.message}", rule=violation.rule)
     fresh = judge_replayed((entry for _, entry in stored), owner.core.log)
     for state in fresh.requests.values():
-        if state.phase not in {Phase.CLOSED, Phase.REJECTED}:
+        if state.phase not in TERMINAL:
             raise Found("not-closed", f"{state.request} rests in {state.phase.value}")
     _all_home(run, fresh)
     _answered(run, fresh)
