@@ -5,11 +5,15 @@ Must not know: what entries mean, beyond position and time; `segment_files` read
 
 A reader of a whole log stops at the first damage.  An inquiry goes on: it looks for the next
 genuine frame header, and names the batch, the segment and the offset of everything that is wrong.
+
+While each batch continues the one before it, only the first and the last are remembered.  The first
+batch that does not makes the survey look up all that came before, since any of them may be named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 
@@ -19,10 +23,13 @@ from engine.store import StoreDamaged
 from transport import codec
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import sealed, segment_files
+from transport.stores.contents import FileBytes, SealedBytes
 from transport.stores.frames import (
     CHAIN_START,
     FILE_HEADER_BYTES,
+    FRAME_HEADER_BYTES,
     FRAME_MAGIC,
+    Content,
     Damage,
     FileHeader,
     Frame,
@@ -81,6 +88,23 @@ class Batch:
 
 
 @attrs.frozen
+class Place:
+    """A batch that was looked at before, and behind which a survey begins.
+
+    `segment` is the file's name without its ending, `stop` the offset behind the batch in the plain
+    segment, `last` its last position, and `time_ns` the time of the entry there.
+    """
+
+    segment: str
+    offset: int
+    stop: int
+    first: int
+    last: int
+    digest: bytes
+    time_ns: int
+
+
+@attrs.frozen
 class _Link:
     """What the chain needs of a frame."""
 
@@ -90,53 +114,101 @@ class _Link:
     count: int
     previous: bytes
     digest: bytes
+    size: int = 0
 
     @property
     def last(self) -> int:
         return self.first + self.count - 1
 
+    def continues(self, other: _Link) -> bool:
+        return self.previous == other.digest and self.first == other.first + other.count
+
+
+def _link(path: Path, frame: Frame) -> _Link:
+    return _Link(
+        path.name,
+        frame.offset,
+        frame.first_position,
+        frame.count,
+        frame.previous,
+        frame.digest,
+        FRAME_HEADER_BYTES + len(frame.payload),
+    )
+
 
 class Survey:
     """One look over the segments: iterate `batches`, then read `problems`."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Of these segments, in the order of their names."""
+    def __init__(self, paths: Sequence[Path], *, after: Place | None = None) -> None:
+        """Of these segments, in the order of their names; of the first, what follows that place."""
         self.paths = tuple(paths)
         self.problems: list[Problem] = []
-        self.links: list[_Link] = []
+        self.batch_count = 0
         self.entries = 0
         self.size_bytes = 0
-        self._time_ns = 0
+        self._after = after
+        self._time_ns = 0 if after is None else after.time_ns
+        self._first: _Link | None = None
+        self._latest: _Link | None = None
+        # Empty as long as every batch continues the one before it.
+        self._links: list[_Link] = []
         self._seen: dict[bytes, _Link] = {}
+        if after is not None:
+            count = after.last - after.first + 1
+            link = _Link(after.segment, after.offset, after.first, count, b"", after.digest)
+            self._first = self._latest = link
 
     @property
     def head(self) -> bytes:
         """The hash of the last batch; zeros of an empty log."""
-        return self.links[-1].digest if self.links else CHAIN_START
+        return self._latest.digest if self._latest is not None else CHAIN_START
+
+    @property
+    def place(self) -> Place | None:
+        """The last batch, whose entries have all been given by `batches` once the next is asked."""
+        link = self._latest
+        if link is None:
+            return None
+        stop = link.offset + link.size
+        stem = Path(link.segment).stem
+        return Place(stem, link.offset, stop, link.first, link.last, link.digest, self._time_ns)
 
     def batches(self) -> Iterator[Batch]:
         """Every genuine batch in the order of the files, damage passed over and noted."""
+        for path, frame in self._frames():
+            batch = self._parsed(path, frame)
+            if batch is not None:
+                yield batch
+
+    def _frames(self) -> Iterator[tuple[Path, Frame]]:
         for number, path in enumerate(self.paths):
             last = number == len(self.paths) - 1
-            try:
-                content, sealed_now = self._content(path)
-            except StoreDamaged as damage:
-                self._found(Wrong.DAMAGED, damage.segment, damage.offset, 0, 0, damage.reason)
-                continue
-            self.size_bytes += len(content)
-            self._header(path, content)
-            for found in self._walk(path, content, last=last and not sealed_now):
-                batch = self._parsed(path, found)
-                if batch is not None:
-                    yield batch
+            start = 0
+            if number == 0 and self._after is not None:
+                start = self._after.stop
+            with ExitStack() as stack:
+                try:
+                    content, sealed_now = self._content(path, stack, part=start > 0)
+                except StoreDamaged as damage:
+                    self._found(Wrong.DAMAGED, damage.segment, damage.offset, 0, 0, damage.reason)
+                    continue
+                self.size_bytes += len(content) - start
+                self._header(path, content)
+                for found in self._walk(path, content, start, last=last and not sealed_now):
+                    yield path, found
             if last and sealed_now:
                 reason = "a sealed segment always had a successor"
                 self._found(Wrong.ENDS_SEALED, path.name, 0, 0, 0, reason)
 
-    def _content(self, path: Path) -> tuple[bytes, bool]:
-        data = path.read_bytes()
+    def _content(self, path: Path, stack: ExitStack, *, part: bool) -> tuple[Content, bool]:
         if not segment_files.is_sealed(path):
-            return data, False
+            return FileBytes(stack.enter_context(path.open("rb"))), False
+        if part:
+            try:
+                return SealedBytes(path, damaged=lambda d: self._damaged(path, d)), True
+            except Damage as damage:
+                raise StoreDamaged(path.name, damage.offset, damage.reason) from damage
+        data = path.read_bytes()
         try:
             return sealed.unpack(data)[1], True
         except Damage as damage:
@@ -146,7 +218,7 @@ class Survey:
         except Damage as damage:
             raise StoreDamaged(path.name, damage.offset, damage.reason) from damage
         # The blocks are independent: what cannot be unpacked becomes zeros, which are no frames.
-        self._found(Wrong.DAMAGED, path.name, first.offset, 0, 0, first.reason)
+        self._damaged(path, first)
         parts = []
         for number, block in enumerate(header.blocks):
             try:
@@ -156,11 +228,14 @@ class Survey:
                 parts.append(bytes(header.content_of(number)))
         return b"".join(parts), True
 
-    def _header(self, path: Path, content: bytes) -> FileHeader | None:
+    def _damaged(self, path: Path, damage: Damage) -> None:
+        self._found(Wrong.DAMAGED, path.name, damage.offset, 0, 0, damage.reason)
+
+    def _header(self, path: Path, content: Content) -> FileHeader | None:
         try:
-            header = unpack_file_header(content)
+            header = unpack_file_header(content[:FILE_HEADER_BYTES])
         except Damage as damage:
-            self._found(Wrong.DAMAGED, path.name, damage.offset, 0, 0, damage.reason)
+            self._damaged(path, damage)
             return None
         named = segment_files.segment_name(header.first_position)
         if path.with_suffix(segment_files.SUFFIX).name != named:
@@ -169,46 +244,39 @@ class Survey:
             self._found(Wrong.MISNAMED, path.name, 0, first, first, reason)
         return header
 
-    def _walk(self, path: Path, content: bytes, *, last: bool) -> Iterator[Frame]:
+    def _walk(self, path: Path, content: Content, start: int, *, last: bool) -> Iterator[Frame]:
         """Genuine frames; behind damage, from the next frame header whose check sum matches."""
-        start = FILE_HEADER_BYTES
+        start = max(start, FILE_HEADER_BYTES)
         while True:
-            # A walk begins behind a file header, whose place is moved along with the damage.
-            shift = start - FILE_HEADER_BYTES
             try:
-                for item in walk(content[shift:] if shift else content, last=last):
+                for item in walk(content, last=last, start=start):
                     if isinstance(item, Torn):
-                        reason = f"{len(content) - shift - item.offset} bytes are no whole batch"
-                        place = shift + item.offset
-                        self._found(Wrong.TORN, path.name, place, 0, 0, reason)
+                        reason = f"{len(content) - item.offset} bytes are no whole batch"
+                        self._found(Wrong.TORN, path.name, item.offset, 0, 0, reason)
                         return
-                    yield attrs.evolve(item, offset=item.offset + shift)
+                    yield item
             except Damage as damage:
-                place = shift + damage.offset
-                self._found(Wrong.DAMAGED, path.name, place, 0, 0, damage.reason)
-                found = content.find(FRAME_MAGIC, place + 1)
-                if found < 0:
+                self._damaged(path, damage)
+                start = content.find(FRAME_MAGIC, damage.offset + 1)
+                if start < 0:
                     return
-                start = found
             else:
                 return
 
     def _parsed(self, path: Path, frame: Frame) -> Batch | None:
-        link = _Link(
-            path.name,
-            frame.offset,
-            frame.first_position,
-            frame.count,
-            frame.previous,
-            frame.digest,
-        )
-        known = self._seen.get(frame.digest)
-        if known is not None:
-            reason = f"the batch at byte {known.offset} of {known.segment} stands here again"
-            self._at(Wrong.REPEATED, link, reason)
-            return None
-        self._seen[frame.digest] = link
-        self.links.append(link)
+        link = _link(path, frame)
+        if not self._links and self._latest is not None and not link.continues(self._latest):
+            self._look_back(path, frame)
+        if self._links:
+            known = self._seen.get(link.digest)
+            if known is not None:
+                reason = f"the batch at byte {known.offset} of {known.segment} stands here again"
+                self._at(Wrong.REPEATED, link, reason)
+                return None
+            self._remember(link)
+        self._first = self._first or link
+        self._latest = link
+        self.batch_count += 1
         try:
             entries = codec.batch_from_bytes(frame.payload)
         except codec.MalformedRecord as error:
@@ -220,6 +288,19 @@ class Survey:
         self._clock(link, entries)
         self.entries += len(entries)
         return Batch(path, frame, entries)
+
+    def _remember(self, link: _Link) -> None:
+        self._links.append(link)
+        self._seen[link.digest] = link
+
+    def _look_back(self, path: Path, frame: Frame) -> None:
+        """Remember every batch before this one, which does not continue the one before it."""
+        if self._after is not None and self._first is not None:
+            self._remember(self._first)
+        for earlier, found in Survey(self.paths, after=self._after)._frames():  # noqa: SLF001 - its own class
+            if (earlier, found.offset) == (path, frame.offset):
+                return
+            self._remember(_link(earlier, found))
 
     def _clock(self, link: _Link, entries: Sequence[pb.Entry]) -> None:
         for number, entry in enumerate(entries):
@@ -247,22 +328,25 @@ class Survey:
 
         `whole` says that the log begins with the first of these segments.
         """
-        places = {link.digest: index for index, link in enumerate(self.links)}
-        parents = [places.get(link.previous) for link in self.links]
+        if self._first is None or self._latest is None:
+            return
+        first = self._first
+        if whole and (first.first != 1 or first.previous != CHAIN_START):
+            self._begin(first)
+        links = self._links
+        places = {link.digest: index for index, link in enumerate(links)}
+        parents = [places.get(link.previous) for link in links]
         blamed: set[int] = set()
-        reached = 0 if whole or not self.links else self.links[0].first - 1
-        for index, link in enumerate(self.links):
-            if index == 0:
-                if whole and (link.first != 1 or link.previous != CHAIN_START):
-                    self._begin(link)
-            elif parents[index] != index - 1:
+        reached = links[0].last if links else 0
+        for index, link in enumerate(links[1:], start=1):
+            if parents[index] != index - 1:
                 self._judge(index, parents, blamed, reached)
-            elif link.first != self.links[index - 1].last + 1:
-                self._gap(link, self.links[index - 1].last)
+            elif link.first != links[index - 1].last + 1:
+                self._gap(link, links[index - 1].last)
             reached = max(reached, link.last)
-        if head is not None and head != self.head and self.links:
+        if head is not None and head != self.head:
             reason = f"the chain ends with {self.head.hex()}, expected was {head.hex()}"
-            self._at(Wrong.OTHER_HEAD, self.links[-1], reason)
+            self._at(Wrong.OTHER_HEAD, self._latest, reason)
 
     def _begin(self, link: _Link) -> None:
         if link.first > 1:
@@ -272,7 +356,7 @@ class Survey:
 
     def _judge(self, index: int, parents: list[int | None], blamed: set[int], reached: int) -> None:
         """Say why this batch does not continue the one before it."""
-        link, parent = self.links[index], parents[index]
+        link, parent = self._links[index], parents[index]
         if parent is not None:
             if parent > index:
                 self._at(Wrong.OUT_OF_ORDER, link, "was written after a batch that follows it here")
@@ -285,7 +369,7 @@ class Survey:
             return
         if index - 1 in blamed:
             return
-        before, last = self.links[index - 1], index + 1 == len(self.links)
+        before, last = self._links[index - 1], index + 1 == len(self._links)
         alone = not last and parents[index + 1] != index
         if alone or link.previous == CHAIN_START:
             blamed.add(index)

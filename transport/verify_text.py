@@ -19,7 +19,7 @@ def verify_lines(capture: Capture) -> Iterator[str]:
     if isinstance(capture, SegmentCapture):
         survey = capture.survey
         yield (
-            f"{len(survey.paths)} segments, {len(survey.links)} batches, {survey.entries} entries, "
+            f"{len(survey.paths)} segments, {survey.batch_count} batches, {survey.entries} entries, "
             f"{survey.size_bytes} bytes unpacked"
         )
         yield f"chain ends with {survey.head.hex()}"
@@ -51,7 +51,7 @@ def verify_object(capture: Capture) -> dict[str, Any]:
         "complete": capture.whole,
         "entries": capture.entries_read,
         "segments": len(capture.survey.paths) if isinstance(capture, SegmentCapture) else 0,
-        "batches": len(capture.survey.links) if isinstance(capture, SegmentCapture) else 0,
+        "batches": capture.survey.batch_count if isinstance(capture, SegmentCapture) else 0,
         "chained": chained,
         "head": capture.head.hex() if capture.head is not None else None,
         "problems": [

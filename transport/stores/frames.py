@@ -13,6 +13,7 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Iterator
+from typing import Protocol
 
 import attrs
 
@@ -30,6 +31,19 @@ FRAME_HEADER_BYTES = _FRAME.size + _SUM.size
 PAYLOAD_BYTES_MAX = 64 << 20
 """A frame with a larger payload is refused by the writer, and is damage to the reader."""
 SECTOR_BYTES = 512
+
+
+class Content(Protocol):
+    """A segment's plain bytes, of which not all need be in memory; `bytes` are one."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        """These of them."""
+
+    def find(self, wanted: bytes, start: int, /) -> int:
+        """Where the wanted bytes begin, at this place or behind it; -1 if nowhere."""
 
 
 class Damage(Exception):
@@ -113,14 +127,14 @@ def chain(frame: bytes) -> bytes:
     return hashlib.sha256(frame).digest()
 
 
-def _header_at(data: bytes, offset: int) -> tuple[int, int, int, int, bytes] | None:
+def _header_at(data: Content, offset: int) -> tuple[int, int, int, int, bytes] | None:
     """Payload bytes, first position, count, payload check sum and previous hash, if genuine."""
-    if len(data) - offset < FRAME_HEADER_BYTES or not data.startswith(FRAME_MAGIC, offset):
+    header = data[offset : offset + FRAME_HEADER_BYTES]
+    if len(header) < FRAME_HEADER_BYTES or not header.startswith(FRAME_MAGIC):
         return None
-    head = data[offset : offset + _FRAME.size]
-    if _SUM.unpack_from(data, offset + _FRAME.size)[0] != zlib.crc32(head):
+    if _SUM.unpack_from(header, _FRAME.size)[0] != zlib.crc32(header[: _FRAME.size]):
         return None
-    _magic, size, first_position, count, checksum, previous, _reserved = _FRAME.unpack(head)
+    _magic, size, first_position, count, checksum, previous, _reserved = _FRAME.unpack_from(header)
     return size, first_position, count, checksum, previous
 
 
@@ -136,14 +150,14 @@ def read_frame(data: bytes, *, offset: int) -> Frame:
     return Frame(offset, first_position, count, previous, payload, chain(data))
 
 
-def walk(data: bytes, *, last: bool) -> Iterator[Frame | Torn]:
-    """The frames of one segment's bytes, in order; at most one `Torn`, at the end.
+def walk(data: Content, *, last: bool, start: int = FILE_HEADER_BYTES) -> Iterator[Frame | Torn]:
+    """The frames of one segment's bytes from an offset on, in order; at most one `Torn`, at the end.
 
     `last` says whether this is the log's last segment, the only one that may be torn.
     Raises `Damage` at the first byte range that is neither a frame nor a torn end.
     """
-    offset = FILE_HEADER_BYTES
-    while offset < len(data):
+    offset, size_all = start, len(data)
+    while offset < size_all:
         found = _header_at(data, offset)
         if found is None:
             if last and _is_torn(data, offset):
@@ -151,40 +165,40 @@ def walk(data: bytes, *, last: bool) -> Iterator[Frame | Torn]:
                 return
             raise Damage(offset, "no frame header whose check sum matches")
         size, first_position, count, checksum, previous = found
-        start = offset + FRAME_HEADER_BYTES
-        payload = data[start : start + size]
+        begin = offset + FRAME_HEADER_BYTES
+        frame = data[offset : begin + size]
+        payload = frame[FRAME_HEADER_BYTES:]
         if len(payload) < size:
             if last:
                 yield Torn(offset)
                 return
             raise Damage(offset, f"a payload of {size} bytes is cut after {len(payload)}")
         if zlib.crc32(payload) != checksum:
-            if last and _ends_unwritten(data, start=start, stop=start + size):
+            if last and _ends_unwritten(data, start=begin, stop=begin + size):
                 yield Torn(offset)
                 return
             raise Damage(offset, "the payload's check sum does not match")
-        digest = chain(data[offset : start + size])
-        yield Frame(offset, first_position, count, previous, payload, digest)
-        offset = start + size
+        yield Frame(offset, first_position, count, previous, payload, chain(frame))
+        offset = begin + size
 
 
-def _is_torn(data: bytes, offset: int) -> bool:
+def _is_torn(data: Content, offset: int) -> bool:
     """Whether bytes without a genuine header can be the beginning of one and nothing more.
 
     A file system may have made the file longer before it wrote the data: then zeros follow.
     """
-    written = data[offset:].rstrip(b"\0")
+    written = data[offset : len(data)].rstrip(b"\0")
     if len(written) >= FRAME_HEADER_BYTES:
         return False
     beginning = written[: len(FRAME_MAGIC)]
     return FRAME_MAGIC.startswith(beginning)
 
 
-def _ends_unwritten(data: bytes, *, start: int, stop: int) -> bool:
+def _ends_unwritten(data: Content, *, start: int, stop: int) -> bool:
     """Whether all is zeros from the payload's last sector on, as if it had never been written.
 
     The file may have been made longer for further frames, of which nothing was written either.
     A payload of the right length with a wrong byte elsewhere was not torn; it was changed.
     """
     sector = max(start, (stop - 1) // SECTOR_BYTES * SECTOR_BYTES)
-    return not data[sector:].strip(b"\0")
+    return not data[sector : len(data)].strip(b"\0")
