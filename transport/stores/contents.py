@@ -35,6 +35,8 @@ class FileBytes:
     def __getitem__(self, part: slice, /) -> bytes:
         """Raises OSError."""
         start, stop, _ = part.indices(self._size)
+        if start >= stop:
+            return b""
         low = self._low
         if start < low or stop > low + len(self._window):
             low = self._low = start
@@ -50,7 +52,7 @@ class FileBytes:
 
     def find(self, wanted: bytes, start: int, /) -> int:
         """Where the wanted bytes begin, at this place or behind it; -1 if nowhere."""
-        step = WINDOW_BYTES
+        step = WINDOW_BYTES + len(wanted)
         while start < self._size:
             found = self[start : start + step].find(wanted)
             if found >= 0:
@@ -86,7 +88,7 @@ class SealedBytes:
             end = min(stop, (number + 1) * size)
             parts.append(self._block(number)[start - number * size : end - number * size])
             start = end
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
     def find(self, wanted: bytes, start: int, /) -> int:
         """Where the wanted bytes begin, at this place or behind it; -1 if nowhere."""
