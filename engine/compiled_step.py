@@ -23,7 +23,15 @@ from engine.step_plan import live_table
 from engine.team import Team
 from kernels import headers
 from kernels.cpu_entry import walk
-from kernels.cpu_layers import FLAG_WORDS, WEIGHT_FIELDS, Arena, Plan, Shape, Weights
+from kernels.cpu_layers import (
+    FLAG_WORDS,
+    MATRIX_FIELDS,
+    WEIGHT_FIELDS,
+    Arena,
+    Plan,
+    Shape,
+    Weights,
+)
 from kernels.cpu_products import FLOAT_BYTES
 from kernels.cpu_step import (
     COUNTER_BYTES,
@@ -34,6 +42,7 @@ from kernels.cpu_step import (
 from kernels.cpu_vector import LANES
 from kernels.digest import to_unsigned
 from kernels.headers import LOW_32, HeaderField, HeaderMismatch
+from kernels.int8 import Int8Matrix, Matrix, tensors_of
 
 SPLIT_TOKENS = 256
 """Tokens of one part of a context; fixed, so that a context is always cut at the same places."""
@@ -73,6 +82,7 @@ class CompiledSteps:
         self._layers = torch.tensor(
             [
                 [_address(getattr(layer, name)) for name in WEIGHT_FIELDS]
+                + [_scales_address(getattr(layer, name)) for name in MATRIX_FIELDS]
                 for layer in model.weights.layers
             ],
             dtype=torch.int64,
@@ -80,7 +90,8 @@ class CompiledSteps:
         self._weights = Weights(
             layers=self._layers.data_ptr(),
             norm=model.weights.norm.data_ptr(),
-            head=model.weights.head.data_ptr(),
+            head=_address(model.weights.head),
+            head_scales=_scales_address(model.weights.head),
         )
         self._memory = _Memory.of(self._shape, rows=1, splits=1, threads=self._team.size)
 
@@ -291,5 +302,11 @@ def _round(elements: int) -> int:
     return -(-elements // LANES) * LANES
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _address(weight: Matrix | None) -> int:
+    tensors = tensors_of(weight)
+    return tensors[0].data_ptr() if tensors else 0
+
+
+def _scales_address(weight: Matrix) -> int:
+    """0 for a matrix that needs none."""
+    return weight.scales.data_ptr() if isinstance(weight, Int8Matrix) else 0

@@ -21,6 +21,7 @@ from engine.paged import PagedBatch, SequenceSlice
 from engine.pool import KVPool
 from kernels.cpu import load_compiled
 from kernels.headers import HeaderMismatch
+from kernels.int8 import Matrix, tensors_of
 
 
 @attrs.frozen(eq=False)
@@ -91,12 +92,15 @@ def why_plain(model: Model, pool: KVPool) -> str | None:
             return f"{name} {size} is no multiple of {unit}"
     for layer in model.weights.layers:
         for field in attrs.fields(LayerWeights):
-            tensor = getattr(layer, field.name)
-            if tensor is not None and not tensor.is_contiguous():
+            if not _contiguous(getattr(layer, field.name)):
                 return f"{field.name} is not contiguous"
-    if not (model.weights.head.is_contiguous() and model.weights.norm.is_contiguous()):
+    if not (_contiguous(model.weights.head) and _contiguous(model.weights.norm)):
         return "head or norm is not contiguous"
     return None
+
+
+def _contiguous(weight: Matrix | None) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors_of(weight))
 
 
 def make_steps(model: Model, pool: KVPool, *, threads: int) -> DecodeSteps:

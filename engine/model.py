@@ -12,6 +12,7 @@ rows, because libraries take another path, with other last bits, for one row tha
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from functools import cached_property
 from typing import Protocol
@@ -29,6 +30,7 @@ from engine.model_config import (
     UnsupportedFeature,
 )
 from engine.rope import angles, inverse_frequencies, rotate
+from kernels.int8 import Int8Matrix, Matrix, linear
 
 __all__ = [
     "ROWS_MIN",
@@ -76,11 +78,11 @@ class LayerWeights:
     """One layer. Matrices are [out, in]; q, k and v are fused by rows, and so are gate and up."""
 
     input_norm: Tensor
-    qkv: Tensor
-    output: Tensor
+    qkv: Matrix
+    output: Matrix
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -89,12 +91,18 @@ class LayerWeights:
 
 @attrs.frozen(eq=False)
 class ModelWeights:
-    """All weights. `head` is the embedding itself when the two are tied."""
+    """All weights. `head` is the embedding itself when the two are tied and neither is rounded."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor
+    head: Matrix
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """All that a step multiplies by."""
+        layers = [(w.qkv, w.output, w.gate_up, w.down) for w in self.layers]
+        return (*itertools.chain.from_iterable(layers), self.head)
 
 
 @attrs.frozen
@@ -155,7 +163,7 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[M, vocabulary] for `hidden` [M, hidden] out of `forward`."""
         rows = hidden.shape[0]
-        return F.linear(_padded(hidden, rows), self.weights.head)[:rows].to(torch.float32)
+        return linear(_padded(hidden, rows), self.weights.head)[:rows].to(torch.float32)
 
     def _layers(
         self, tokens: Tensor, positions: Tensor, kv: KVContext, *, states_wanted: bool
@@ -170,7 +178,7 @@ class Model:
         hidden = _padded(F.embedding(tokens, self.weights.embedding), rows)
         for index, layer in enumerate(self.weights.layers):
             normed = self._normalise(hidden, layer.input_norm)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)[:rows]
+            qkv = linear(normed, layer.qkv, layer.qkv_bias)[:rows]
             qkv = qkv.view(rows, all_heads, config.head_dim)
             rotated = rotate(qkv[:, :rotated_heads], cosines=cosines, sines=sines)
             kv.append(index, rotated[:, config.heads :], qkv[:, rotated_heads:])
@@ -178,14 +186,14 @@ class Model:
                 break
             attended = kv.attend(index, rotated[:, : config.heads]).reshape(rows, query_size)
             # In place where nobody else holds the tensor: fresh memory costs as much as the sum.
-            hidden += F.linear(_padded(attended, rows), layer.output, layer.output_bias)
+            hidden += linear(_padded(attended, rows), layer.output, layer.output_bias)
             hidden += self._mlp(hidden, layer)
         return hidden
 
     def _mlp(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
         normed = self._normalise(hidden, layer.mlp_norm)
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return F.linear(F.silu(gate, inplace=True).mul_(up), layer.down, layer.down_bias)
+        gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return linear(F.silu(gate, inplace=True).mul_(up), layer.down, layer.down_bias)
 
     def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
         # The mean is taken in float32 and rounded before the weight, as the models were trained.
@@ -199,20 +207,26 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     return x if rows >= ROWS_MIN else F.pad(x, (0, 0, 0, ROWS_MIN - rows))
 
 
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def _named(name: str, weight: Matrix | None) -> dict[str, Tensor]:
+    """A weight's tensors by name; a rounded one never has the name of one that is not."""
+    if isinstance(weight, Int8Matrix):
+        return {f"{name}.values": weight.values, f"{name}.scales": weight.scales}
+    return {} if weight is None else {name: weight}
+
+
 def _weights_digest(weights: ModelWeights) -> str:
     tensors: dict[str, Tensor] = {"embedding": weights.embedding, "norm": weights.norm}
     if weights.head is not weights.embedding:
-        tensors["head"] = weights.head
+        tensors |= _named("head", weights.head)
     for index, layer in enumerate(weights.layers):
         for field in attrs.fields(LayerWeights):
-            tensor = getattr(layer, field.name)
-            if tensor is not None:
-                tensors[f"{index}.{field.name}"] = tensor
+            tensors |= _named(f"{index}.{field.name}", getattr(layer, field.name))
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        words = (
-            tensor.detach().reshape(-1).view(torch.int32 if tensor.itemsize == 4 else torch.int16)
-        )
+        words = tensor.detach().reshape(-1).view(_WORDS[tensor.itemsize])
         step = max(1, words.numel() // SAMPLES_PER_TENSOR)
         described = [
             name,

@@ -24,6 +24,7 @@ from engine.step_plan import SequenceSlice, live_table
 from kernels import dispatch, headers, pack
 from kernels.digest import ALGORITHM_WSUM32, range_digest, to_unsigned
 from kernels.headers import HeaderMismatch
+from kernels.int8 import Matrix, tensors_of
 from kernels.tables import PageLabels, new_flags
 
 SHARE = 1 / 1000
@@ -36,10 +37,10 @@ BACKLOG_PAGES = 4
 def weight_bytes(model: Model) -> int:
     """What a step reads of a model: all its weights once, an untied embedding hardly at all."""
     weights = model.weights
-    tensors: list[Tensor | None] = [weights.norm, weights.head]
+    found: list[Matrix | None] = [weights.norm, weights.head]
     for layer in weights.layers:
-        tensors += [getattr(layer, field.name) for field in attrs.fields(LayerWeights)]
-    return sum(t.numel() * t.itemsize for t in tensors if t is not None)
+        found += [getattr(layer, field.name) for field in attrs.fields(LayerWeights)]
+    return sum(part.nbytes for weight in found for part in tensors_of(weight))
 
 
 class ShareOutOfRangeError(ValueError):

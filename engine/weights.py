@@ -14,19 +14,23 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model import LayerWeights, Model, ModelConfig, ModelWeights
-from engine.model_config import ModelFileError, parse_config
+from engine.model_config import ModelFileError, UnsupportedFeature, parse_config
+from kernels.int8 import Matrix, WeightNotFiniteError, quantise
 
 FUSED_FILE = "fused.safetensors"
 GGUF_MAGIC = b"GGUF"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 JSON_BYTES_MAX = 1 << 28
+
+Precision = Literal["float", "int8"]
+"""What matrices are kept in: the model's own type, or eight bits a weight."""
 
 # Stage ("convert", "load") and the share of it that is done, from 0 to 1.
 Progress = Callable[[str, float], None]
@@ -76,22 +80,26 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    precision: Precision = "float",
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Model:
     """Load a Llama-family model.
 
+    precision: int8 rounds every matrix but the embedding's rows as they are looked up; it computes
+    in float32 on CPUs.
     Raises UnsupportedArchitecture, UnsupportedFeature or ModelFileError (all ModelError).
     """
+    if precision == "int8" and (dtype is not torch.float32 or torch.device(device).type != "cpu"):
+        value = f"int8 with {str(dtype).removeprefix('torch.')} on {device}"
+        raise UnsupportedFeature(feature="weights", value=value)
     directory = resolve_model(source, cache=cache, progress=progress)
     config = load_config(directory)
-    if (directory / FUSED_FILE).is_file():
-        read = _Fused(directory / FUSED_FILE)
-        weights = _assemble(config, read, dtype=dtype, device=device, progress=progress)
-    else:
-        weights = _assemble(
-            config, _HuggingFace(directory, config), dtype=dtype, device=device, progress=progress
-        )
+    fused = (directory / FUSED_FILE).is_file()
+    read = _Fused(directory / FUSED_FILE) if fused else _HuggingFace(directory, config)
+    weights = _assemble(
+        config, read, dtype=dtype, device=device, precision=precision, progress=progress
+    )
     return Model(config, weights)
 
 
@@ -235,16 +243,19 @@ def _assemble(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    precision: Precision,
     progress: Progress | None,
 ) -> ModelWeights:
     shapes = fused_shapes(config)
-    loaded: dict[str, Tensor] = {}
+    loaded: dict[str, Any] = {}
     for done, (name, shape) in enumerate(shapes.items()):
         tensor = tensors.get(name)
         if tuple(tensor.shape) != shape:
             reason = f"{name} has shape {list(tensor.shape)}, the configuration says {list(shape)}"
             raise ModelFileError(path=tensors.path, reason=reason)
         loaded[name] = tensor.to(dtype=dtype, device=device).detach()
+        if precision == "int8" and tensor.dim() == 2 and name != "embedding":
+            loaded[name] = _rounded(name, loaded[name], path=tensors.path)
         if progress is not None:
             progress("load", (done + 1) / len(shapes))
     layers = tuple(
@@ -257,12 +268,18 @@ def _assemble(
         )
         for index in range(config.layers)
     )
-    return ModelWeights(
-        embedding=loaded["embedding"],
-        layers=layers,
-        norm=loaded["norm"],
-        head=loaded.get("head", loaded["embedding"]),
-    )
+    embedding: Tensor = loaded["embedding"]
+    head: Matrix = loaded.get("head", embedding)
+    if precision == "int8" and head is embedding:
+        head = _rounded("embedding", embedding, path=tensors.path)
+    return ModelWeights(embedding=embedding, layers=layers, norm=loaded["norm"], head=head)
+
+
+def _rounded(name: str, weight: Tensor, *, path: Path) -> Matrix:
+    try:
+        return quantise(weight)
+    except WeightNotFiniteError as error:
+        raise ModelFileError(path=path, reason=f"tensor {name}: {error}") from error
 
 
 def _shards(directory: Path) -> list[Path]:

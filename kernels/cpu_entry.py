@@ -82,7 +82,7 @@ def prepare() -> None:
     sizes = dict.fromkeys(Shape._fields, 1)
     shape = Shape(**sizes)._replace(layers=0, vocabulary=0, scale=1.0, epsilon=1.0)
     # The addresses of the layer before the first are read, though nothing is done with them.
-    weights = Weights(room.data_ptr() + room.nbytes // 2, 0, 0)
+    weights = Weights(room.data_ptr() + room.nbytes // 2, 0, 0, 0)
     arena = Arena(**dict.fromkeys(Arena._fields, 0))._replace(counters=room.data_ptr())
     walk(shape, weights, Plan(*[0] * len(Plan._fields)), arena, 0)
     nothing = Blocks(*[0] * len(Blocks._fields))

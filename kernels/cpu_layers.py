@@ -65,19 +65,24 @@ class Shape(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Addresses. layers: of int64 [layers, 10], as WEIGHT_FIELDS lists them, 0 for none."""
+    """Addresses. layers: of int64 [layers, 14], as WEIGHT_FIELDS lists them and then the scales of
+    MATRIX_FIELDS; 0 for none, and for the scales of what is float32.
+    """
 
     layers: int
     norm: int
     head: int
+    head_scales: int
 
 
 WEIGHT_FIELDS = (
     "input_norm", "qkv", "output", "mlp_norm", "gate_up", "down",
     "qkv_bias", "output_bias", "gate_up_bias", "down_bias",
 )  # fmt: skip
+MATRIX_FIELDS = ("qkv", "output", "gate_up", "down")
 INPUT_NORM, QKV, OUTPUT, MLP_NORM, GATE_UP, DOWN = range(6)
 QKV_BIAS, OUTPUT_BIAS, GATE_UP_BIAS, DOWN_BIAS = range(6, 10)
+QKV_SCALES, OUTPUT_SCALES, GATE_UP_SCALES, DOWN_SCALES = range(10, 14)
 
 
 class Arena(NamedTuple):
@@ -211,12 +216,14 @@ def project(
     half = s.head_dim // 2
     parts = half // PAIRS
     head, first = chunk // parts, chunk % parts * PAIRS
-    stride, out_stride = s.hidden * FLOAT_BYTES, 2 * PAIRS * FLOAT_BYTES
+    out_stride = 2 * PAIRS * FLOAT_BYTES
     column = head * s.head_dim + first
     for side in range(2):
         place = work + side * PAIRS * FLOAT_BYTES
-        weight = w[QKV] + (column + side * half) * stride
-        product(weight, stride, PAIRS, inputs, stride, p.rows, s.hidden, place, out_stride)
+        product(
+            w[QKV], w[QKV_SCALES], column + side * half, PAIRS, inputs, p.rows, s.hidden,
+            place, out_stride,
+        )  # fmt: skip
     rotated = head < s.heads + s.kv_heads
     for row in range(p.rows):
         target, element = 0, s.heads * s.head_dim

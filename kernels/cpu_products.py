@@ -20,6 +20,11 @@ _WIDE = 64 // LANES
 _NARROW = 16 // LANES
 
 _dot_1_1 = dot_tile(1, 1)
+_byte_1_1 = dot_tile(1, 1, scaled=True)
+_byte_1_n = dot_tile(1, COLUMNS, scaled=True)
+_byte_2_n = dot_tile(2, COLUMNS, scaled=True)
+_byte_3_n = dot_tile(3, COLUMNS, scaled=True)
+_byte_4_n = dot_tile(4, COLUMNS, scaled=True)
 _dot_1_n = dot_tile(1, COLUMNS)
 _dot_2_n = dot_tile(2, COLUMNS)
 _dot_3_n = dot_tile(3, COLUMNS)
@@ -39,45 +44,72 @@ def _tiles(
     row = 0
     while row + 4 <= rows:
         place = out + row * out_stride
-        _dot_4_n(w, w_stride, x + row * x_stride, x_stride, length, ahead, place, out_stride)
+        _dot_4_n(w, w_stride, 0, x + row * x_stride, x_stride, length, ahead, place, out_stride)
         row += 4
     inputs, place = x + row * x_stride, out + row * out_stride
     if rows - row == 3:
-        _dot_3_n(w, w_stride, inputs, x_stride, length, ahead, place, out_stride)
+        _dot_3_n(w, w_stride, 0, inputs, x_stride, length, ahead, place, out_stride)
     elif rows - row == 2:
-        _dot_2_n(w, w_stride, inputs, x_stride, length, ahead, place, out_stride)
+        _dot_2_n(w, w_stride, 0, inputs, x_stride, length, ahead, place, out_stride)
     elif rows - row == 1:
-        _dot_1_n(w, w_stride, inputs, x_stride, length, ahead, place, out_stride)
+        _dot_1_n(w, w_stride, 0, inputs, x_stride, length, ahead, place, out_stride)
+
+
+@compiled
+def _byte_tiles(
+    w: int, w_stride: int, scales: int, x: int, x_stride: int, rows: int, length: int, ahead: int,
+    out: int, out_stride: int,
+) -> None:  # fmt: skip
+    """As `_tiles`, for weights of int8."""
+    row = 0
+    while row + 4 <= rows:
+        place, inputs = out + row * out_stride, x + row * x_stride
+        _byte_4_n(w, w_stride, scales, inputs, x_stride, length, ahead, place, out_stride)
+        row += 4
+    inputs, place = x + row * x_stride, out + row * out_stride
+    if rows - row == 3:
+        _byte_3_n(w, w_stride, scales, inputs, x_stride, length, ahead, place, out_stride)
+    elif rows - row == 2:
+        _byte_2_n(w, w_stride, scales, inputs, x_stride, length, ahead, place, out_stride)
+    elif rows - row == 1:
+        _byte_1_n(w, w_stride, scales, inputs, x_stride, length, ahead, place, out_stride)
 
 
 @compiled
 def product(
-    w: int,
-    w_stride: int,
-    columns: int,
-    x: int,
-    x_stride: int,
-    rows: int,
-    length: int,
-    out: int,
+    w: int, scales: int, first: int, columns: int, x: int, rows: int, length: int, out: int,
     out_stride: int,
-) -> None:
-    """`out[row, column]` is the dot product of activation `row` and weight `column`.
+) -> None:  # fmt: skip
+    """`out[row, column]` is the dot product of activation `row` and weight row `first + column`.
 
-    Strides are in bytes; `columns` weights and `rows` activations of `length` float32 each.
+    w: weight rows of `length` float32 or, where `scales` is not 0, of `length` int8, of which each
+    stands for its multiple of the row's float32 in `scales`; x: `rows` of `length` float32.
+    All rows stand one behind the other; `out_stride` is in bytes.
     """
-    ahead = COLUMNS * w_stride
+    x_stride = length * FLOAT_BYTES
+    stride = x_stride if scales == 0 else length
+    w += first * stride
+    ahead = COLUMNS * stride
+    scale = scales + first * FLOAT_BYTES
     column = 0
     while column + COLUMNS <= columns:
         place = out + column * FLOAT_BYTES
-        _tiles(w, w_stride, x, x_stride, rows, length, ahead, place, out_stride)
-        w += COLUMNS * w_stride
+        if scales == 0:
+            _tiles(w, stride, x, x_stride, rows, length, ahead, place, out_stride)
+        else:
+            _byte_tiles(w, stride, scale, x, x_stride, rows, length, ahead, place, out_stride)
+        w += COLUMNS * stride
+        scale += COLUMNS * FLOAT_BYTES
         column += COLUMNS
     while column < columns:
         for row in range(rows):
             place = out + row * out_stride + column * FLOAT_BYTES
-            _dot_1_1(w, 0, x + row * x_stride, 0, length, 0, place, 0)
-        w += w_stride
+            if scales == 0:
+                _dot_1_1(w, 0, 0, x + row * x_stride, 0, length, 0, place, 0)
+            else:
+                _byte_1_1(w, 0, scale, x + row * x_stride, 0, length, 0, place, 0)
+        w += stride
+        scale += FLOAT_BYTES
         column += 1
 
 
@@ -139,7 +171,7 @@ def page_scores(
     while key < count:
         for head in range(group):
             place = scores + head * scores_stride + key * FLOAT_BYTES
-            _dot_1_1(keys + key * stride, 0, queries + head * step, 0, head_dim, 0, place, 0)
+            _dot_1_1(keys + key * stride, 0, 0, queries + head * step, 0, head_dim, 0, place, 0)
         key += 1
     padded = (count + LANES - 1) // LANES * LANES
     for head in range(group):

@@ -19,12 +19,15 @@ from kernels.cpu_elementwise import add_rows, gate_silu
 from kernels.cpu_layers import (
     DOWN,
     DOWN_BIAS,
+    DOWN_SCALES,
     GATE_UP,
     GATE_UP_BIAS,
+    GATE_UP_SCALES,
     INPUT_NORM,
     MLP_NORM,
     OUTPUT,
     OUTPUT_BIAS,
+    OUTPUT_SCALES,
     PAIRS,
     Arena,
     Plan,
@@ -74,6 +77,7 @@ def _wait(counter: int, count: int) -> None:
 @compiled
 def _residual(
     w: int,
+    w_scales: int,
     w_bias: int,
     length: int,
     s: Shape,
@@ -84,10 +88,9 @@ def _residual(
     work: int,
 ) -> None:
     """Some columns of a product of all rows, added to `hidden`."""
-    stride, out_stride = length * FLOAT_BYTES, ROWS_OF_OUTPUT * FLOAT_BYTES
+    out_stride = ROWS_OF_OUTPUT * FLOAT_BYTES
     column = chunk * ROWS_OF_OUTPUT
-    weight = w + column * stride
-    product(weight, stride, ROWS_OF_OUTPUT, inputs, stride, p.rows, length, work, out_stride)
+    product(w, w_scales, column, ROWS_OF_OUTPUT, inputs, p.rows, length, work, out_stride)
     bias(w_bias, column, ROWS_OF_OUTPUT, p.rows, work, out_stride)
     for row in range(p.rows):
         place = a.hidden + (row * s.hidden + column) * FLOAT_BYTES
@@ -99,13 +102,15 @@ def _gate(
     w: tuple[int, ...], s: Shape, p: Plan, a: Arena, inputs: int, chunk: int, work: int
 ) -> None:
     """Some columns of the gated half of the MLP."""
-    stride, out_stride = s.hidden * FLOAT_BYTES, 2 * ROWS_OF_MLP * FLOAT_BYTES
+    out_stride = 2 * ROWS_OF_MLP * FLOAT_BYTES
     column = chunk * ROWS_OF_MLP
     for side in range(2):
         first = column + side * s.mlp
         place = work + side * ROWS_OF_MLP * FLOAT_BYTES
-        weight = w[GATE_UP] + first * stride
-        product(weight, stride, ROWS_OF_MLP, inputs, stride, p.rows, s.hidden, place, out_stride)
+        product(
+            w[GATE_UP], w[GATE_UP_SCALES], first, ROWS_OF_MLP, inputs, p.rows, s.hidden,
+            place, out_stride,
+        )  # fmt: skip
         bias(w[GATE_UP_BIAS], first, ROWS_OF_MLP, p.rows, place, out_stride)
     for row in range(p.rows):
         place = work + row * out_stride
@@ -114,13 +119,12 @@ def _gate(
 
 
 @compiled
-def _logits(head: int, s: Shape, p: Plan, a: Arena, inputs: int, chunk: int) -> None:
-    stride = s.hidden * FLOAT_BYTES
+def _logits(w: Weights, s: Shape, p: Plan, a: Arena, inputs: int, chunk: int) -> None:
     column = chunk * ROWS_OF_HEAD
     columns = min(ROWS_OF_HEAD, s.vocabulary - column)
     place = a.logits + column * FLOAT_BYTES
     product(
-        head + column * stride, stride, columns, inputs, stride, p.rows, s.hidden,
+        w.head, w.head_scales, column, columns, inputs, p.rows, s.hidden,
         place, s.vocabulary * FLOAT_BYTES,
     )  # fmt: skip
 
@@ -160,12 +164,13 @@ def _chunks(kind: int, s: Shape, p: Plan) -> int:
 
 @compiled
 def _weights_of(layers: int, layer: int) -> tuple[int, ...]:
-    """The ten addresses of a layer."""
-    base = layers + layer * 10 * WORD
+    """The fourteen addresses of a layer."""
+    base = layers + layer * 14 * WORD
     return (
         load_word(base), load_word(base + 8), load_word(base + 16), load_word(base + 24),
         load_word(base + 32), load_word(base + 40), load_word(base + 48), load_word(base + 56),
-        load_word(base + 64), load_word(base + 72),
+        load_word(base + 64), load_word(base + 72), load_word(base + 80), load_word(base + 88),
+        load_word(base + 96), load_word(base + 104),
     )  # fmt: skip
 
 
@@ -223,13 +228,15 @@ def take_part(s: Shape, weights: Weights, p: Plan, a: Arena, thread: int) -> Non
                 attend(s, p, a, layer, chunk, work)
             elif kind == MIX:
                 length = s.heads * s.head_dim
-                _residual(w[OUTPUT], w[OUTPUT_BIAS], length, s, p, a, inputs, chunk, work)
+                w_bias, scales = w[OUTPUT_BIAS], w[OUTPUT_SCALES]
+                _residual(w[OUTPUT], scales, w_bias, length, s, p, a, inputs, chunk, work)
             elif kind == GATE:
                 _gate(w, s, p, a, inputs, chunk, work)
             elif kind == FOLD:
-                _residual(w[DOWN], w[DOWN_BIAS], s.mlp, s, p, a, a.gated, chunk, work)
+                w_bias, scales = w[DOWN_BIAS], w[DOWN_SCALES]
+                _residual(w[DOWN], scales, w_bias, s.mlp, s, p, a, a.gated, chunk, work)
             elif kind == HEAD:
-                _logits(weights.head, s, p, a, inputs, chunk)
+                _logits(weights, s, p, a, inputs, chunk)
             elif kind == RECHECK:
                 _recheck(s, p, a, chunk)
             else:

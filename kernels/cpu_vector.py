@@ -48,6 +48,13 @@ def load(builder: Builder, address: Value) -> Value:
     return builder.load(pointer(builder, address, VECTOR), align=4)
 
 
+def load_bytes(builder: Builder, address: Value) -> Value:
+    """LANES int8 as float32, which is exact."""
+    narrow = ir.VectorType(INT8, LANES)
+    loaded = builder.load(pointer(builder, address, narrow), align=1)
+    return builder.sitofp(builder.sext(loaded, ir.VectorType(INT32, LANES)), VECTOR)
+
+
 def store(builder: Builder, value: Value, address: Value) -> None:
     builder.store(value, pointer(builder, address, VECTOR), align=4)
 
@@ -160,13 +167,16 @@ def _sums(builder: Builder, vectors: Sequence[Value]) -> Value:
     return left[0]
 
 
-def dot_tile(rows: int, columns: int) -> Tile:
+def dot_tile(rows: int, columns: int, *, scaled: bool = False) -> Tile:
     """A tile of dot products of float32; `columns` is a power of two.
 
-    The tile takes (w, w_stride, x, x_stride, length, ahead, out, out_stride): `columns` weight
-    rows from address `w` on, `rows` activation rows from address `x` on, all of `length` elements.
+    The tile takes (w, w_stride, scales, x, x_stride, length, ahead, out, out_stride): `columns`
+    weight rows from address `w` on, `rows` activation rows from address `x` on, all of `length`
+    elements.
     It stores `out[row][column]`, and asks the memory for the bytes that stand `ahead` bytes behind
     those weights that it reads.
+    scaled: weights are int8, and each sum is multiplied by the float32 `scales[column]`; otherwise
+    weights are float32 and `scales` is not looked at.
     """
 
     @intrinsic
@@ -174,6 +184,7 @@ def dot_tile(rows: int, columns: int) -> Tile:
         _context: Any,
         w: Any,
         w_stride: Any,
+        scales: Any,
         x: Any,
         x_stride: Any,
         length: Any,
@@ -182,32 +193,44 @@ def dot_tile(rows: int, columns: int) -> Tile:
         out_stride: Any,
     ) -> Any:
         def generate(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-            w, w_stride, x, x_stride, length, ahead, out, out_stride = args
+            w, w_stride, scales, x, x_stride, length, ahead, out, out_stride = args
             weights = addresses(builder, w, w_stride, columns)
             inputs = addresses(builder, x, x_stride, rows)
-            sums = _dots(builder, weights, inputs, length, ahead)
+            sums = _dots(builder, weights, inputs, length, ahead, scaled=scaled)
+            by = None
             for row, place in enumerate(addresses(builder, out, out_stride, rows)):
                 total = _sums(builder, sums[row * columns : (row + 1) * columns])
+                if scaled:
+                    by = by or builder.load(pointer(builder, scales, total.type), align=4)
+                    total = builder.fmul(total, by)
                 builder.store(total, pointer(builder, place, total.type), align=4)
             return ir.Constant(INT64, 0)
 
-        return types.int64(w, w_stride, x, x_stride, length, ahead, out, out_stride), generate
+        words = (w, w_stride, scales, x, x_stride, length, ahead, out, out_stride)
+        return types.int64(*words), generate
 
     return tile
 
 
 def _dots(
-    builder: Builder, weights: Sequence[Value], inputs: Sequence[Value], length: Value, ahead: Value
+    builder: Builder,
+    weights: Sequence[Value],
+    inputs: Sequence[Value],
+    length: Value,
+    ahead: Value,
+    *,
+    scaled: bool = False,
 ) -> list[Value]:
     """A vector of partial sums for each input and weight, inputs first."""
     columns = len(weights)
 
     def body(index: Value, sums: Sequence[Value]) -> list[Value]:
         offset = times(builder, index, 4 * LANES)
-        places = [builder.add(base, offset) for base in weights]
+        here = times(builder, index, LANES) if scaled else offset
+        places = [builder.add(base, here) for base in weights]
         for place in places:
             prefetch(builder, builder.add(place, ahead))
-        loaded = [load(builder, place) for place in places]
+        loaded = [(load_bytes if scaled else load)(builder, place) for place in places]
         results = []
         for row, base in enumerate(inputs):
             value = load(builder, builder.add(base, offset))

@@ -131,6 +131,7 @@ def test_the_tolerance_sees_a_wrong_weight(model: Model) -> None:
     everyone = list(range(6))
     expected = rooms[0].run(PlainSteps(model, rooms[0].pool), everyone)
     weight = model.weights.layers[1].output
+    assert isinstance(weight, Tensor)
     before = float(weight[3, 3])
     weight[3, 3] += 0.1
     found = rooms[1].run(compiled(rooms[1]), everyone)

@@ -211,7 +211,9 @@ def test_identity_tells_models_apart(tmp_path: Path) -> None:
         load_model(tiny_llama(tmp_path / "base", rope_base=9999.0)),
         load_model(tmp_path / "one", dtype=torch.bfloat16),
     ]
-    one.weights.layers[1].down[3, 4] += 1e-3
+    down = one.weights.layers[1].down
+    assert isinstance(down, Tensor)
+    down[3, 4] += 1e-3
     models = [one, Model(one.config, one.weights), *others]
     assert len({model.identity.fingerprint for model in models}) == len(models)
 

@@ -22,6 +22,7 @@ from engine.model import Model
 from engine.pool import KVPool, filled_counts
 from engine.weights import load_model
 from kernels import pack
+from kernels.int8 import tensors_of
 from kernels.layout import PageMemory
 from transport.bench_context import Bystanders, machine
 from transport.bench_inside import Room, unchecked
@@ -161,10 +162,8 @@ def _added(*, long: float, short: float) -> float:
 
 def _step_bytes(model: Model, pool: KVPool) -> int:
     """Bytes that a step must read: every matrix once, and every page."""
-    matrices = [model.weights.head]
-    for layer in model.weights.layers:
-        matrices += [layer.qkv, layer.output, layer.gate_up, layer.down]
-    return sum(m.numel() * m.itemsize for m in matrices) + pool.memory.octets.numel()
+    parts = [tensor for matrix in model.weights.matrices for tensor in tensors_of(matrix)]
+    return sum(part.nbytes for part in parts) + pool.memory.octets.numel()
 
 
 def _reader() -> Callable[[], Tensor]:

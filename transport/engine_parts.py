@@ -24,7 +24,7 @@ from engine.prefill import PrefillCore
 from engine.runner_decode import DecodeRunner
 from engine.runner_prefill import PrefillRunner
 from engine.tokenizer import Tokenizer, load_tokenizer
-from engine.weights import load_model
+from engine.weights import Precision, load_model
 from kernels import cpu as compiled
 from kernels.layout import PageLayout
 from lifecycle.events import Role
@@ -83,7 +83,10 @@ def load(settings: EngineSettings, progress: Progress) -> Loaded:
     """Read model and tokenizer. Raises ModelError's subclasses and LayoutUnsupportedError."""
     device = device_of(settings)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = load_model(settings.model, dtype=dtype, device=device, progress=progress)
+    precision: Precision = "int8" if settings.weights == "int8" else "float"
+    model = load_model(
+        settings.model, dtype=dtype, device=device, precision=precision, progress=progress
+    )
     tokenizer = load_tokenizer(settings.model, progress=progress)
     layout = page_layout(model, page_tokens=settings.page_tokens)
     if device.type == "cpu":

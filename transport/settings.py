@@ -21,6 +21,7 @@ SCHEDULER_PORT = 50551
 DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 PLANES = ("shared-memory", "grpc")
+WEIGHTS = ("float", "int8")
 WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - named to be refused
 FLAG_NAMES = {"context_tokens": "context"}
 
@@ -128,6 +129,12 @@ def _check_listening(settings: SchedulerSettings | JoinSettings) -> None:
 def _plane(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
     if value not in PLANES:
         reason = f"no such data plane; there are {', '.join(PLANES)}"
+        raise InvalidSetting(name=attribute.name, value=value, reason=reason)
+
+
+def _weights(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
+    if value not in WEIGHTS:
+        reason = f"no such weights; there are {', '.join(WEIGHTS)}"
         raise InvalidSetting(name=attribute.name, value=value, reason=reason)
 
 
@@ -250,6 +257,14 @@ class PoolSettings(DialSettings):
     """Threads that compute; not set: as many as there are cores, at most 8."""
     device: str = attrs.field(default="cpu", validator=_device)
     """Where engines compute and keep pages: cpu, cuda or cuda:0; a GPU computes in bfloat16."""
+    weights: str = attrs.field(default=WEIGHTS[0], validator=_weights)
+    """Weights: float, or int8 for a quarter of the memory and faster decoding on CPUs."""
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.weights == "int8" and self.device != "cpu":
+            reason = f"int8 is for CPUs, and the device is {self.device}"
+            raise InvalidSetting(name="weights", value=self.weights, reason=reason)
 
 
 @attrs.frozen(kw_only=True)
