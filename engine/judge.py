@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import attrs
 
-from engine.effects import Answer
+from engine.effects import Answer, SchedulerEffect
 from engine.sequencer import Sequencer
 from lifecycle.decide import Fail, Lose
 from lifecycle.events import (
@@ -19,10 +19,11 @@ from lifecycle.events import (
     Failed,
     Finished,
     LostCause,
+    Proof,
     Proposal,
 )
-from lifecycle.ids import EngineId
-from lifecycle.state import OPEN, Phase, RequestState, Violation
+from lifecycle.ids import EngineId, Party
+from lifecycle.state import OPEN, Phase, RequestState, Settlement, Violation
 
 ANSWERS_OF_LOST = 64
 """How many answers are kept for a life that is over, of which one is kept for each engine."""
@@ -33,6 +34,25 @@ MESSAGE_CHARACTERS_MAX = 1_000
 
 class Judge(Sequencer):
     """A sequencer that hears engines."""
+
+    def hear_quiet(self, party: Party, *, highest: int, now_ns: int) -> list[SchedulerEffect]:
+        """A rank whose life was given up says that nothing of it can land any more.
+
+        That is its own `Drained` for whatever it could write, also for what it never heard of;
+        `highest` is its last proposal's number.  Who broke a rule is not believed.
+        """
+        self._at(now_ns)
+        life = self.log.fleet.life(party.engine, party.incarnation)
+        if life is None or life.lost in {None, LostCause.RULE_BROKEN}:
+            return []
+        number = highest
+        for state in tuple(self.log.requests.values()):
+            for grant in state.grants:
+                if party in grant.undrained and grant.settlement is not Settlement.RELEASED:
+                    number += 1
+                    drained = Drained(grant.id, party, Proof.ACKNOWLEDGED)
+                    self._take(Proposal(party, number, state.request, state.attempt, drained))
+        return self._done()
 
     def _take(self, proposal: Proposal) -> Answer | None:
         """Answer a proposal whose turn it is; None when it cannot be taken yet."""

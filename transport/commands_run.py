@@ -213,7 +213,7 @@ def _run_engine(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     async def run(ready: Ready, signals: Signals) -> int:
-        from transport.engine_shell import run_engine
+        from transport.engine_lives import run_engine
 
         def joined() -> None:
             if bar is not None:

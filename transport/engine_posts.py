@@ -27,6 +27,9 @@ from lifecycle.ids import GrantId, Party
 UNEXPOSED = "NOT_EXPOSED"
 """What a plane's explanation contains when the owner does not know the grant yet."""
 
+ENDED = frozenset({Answer.DONE, Answer.FAILED_QUIESCED})
+"""Answers after which nothing of a write lands."""
+
 
 class Noter(Protocol):
     """The process's own log."""
@@ -112,6 +115,22 @@ class Posts:
         for party in tuple(self._peers):
             if self._is_lost(party):
                 self._let_go(party)
+
+    def wind_up(self) -> bool:
+        """Let go of every peer; whether nothing that was posted can land any more.
+
+        Where the writer places the bytes, closing proves it: nobody copies, and nothing is mapped.
+        Elsewhere bytes may be on their way for as long as a write is in flight or in doubt.
+        """
+        for party, peer in tuple(self._peers.items()):
+            if self._plane.close(peer) is not None:
+                del self._peers[party]
+        if self._peers:
+            return False
+        if not self._plane.capabilities.receiver_places_bytes:
+            return True
+        tickets = [flight.ticket for flight in self._flights.values() if flight.ticket is not None]
+        return all(self._plane.poll(ticket) in ENDED for ticket in tickets)
 
     def _is_lost(self, party: Party) -> bool:
         life = self._core.log.fleet.life(party.engine, party.incarnation)

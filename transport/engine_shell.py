@@ -1,7 +1,7 @@
-"""An engine's process: it loads the model, joins the scheduler, and drives the core.
+"""One life of an engine: it joins the scheduler, and drives the core.
 
 Owns: the owner task, the compute thread, timers, joining, leaving, and the exit code.
-Must not know: what is legal, how effects are performed, what stands in a stream's items beyond
+Must not know: other lives, what is legal, how effects are performed, what stands in a stream's items beyond
 their kind.
 
 One task owns the core. The stream, the compute thread, the data plane's wake-ups and the timer
@@ -10,21 +10,18 @@ only put messages on its inbox, which is bounded.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import anyio
 import anyio.to_thread
 import attrs
 import structlog
-import torch
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from engine.core import LogDivergedError
 from engine.sampler import InvalidSampling
-from lifecycle.ids import EngineId, Party
+from lifecycle.ids import Party
 from transport.codec import CodecError, decode_entry, decode_party, encode_party
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.engine_hooks import NO_HOOKS, EngineHooks
@@ -33,24 +30,22 @@ from transport.engine_parts import (
     LifeDigest,
     Loaded,
     MakeOwner,
-    Progress,
-    ProgressLines,
-    load,
     make_owner,
 )
-from transport.engine_planes import EngineMemory, open_memory
+from transport.engine_planes import EngineMemory
 from transport.fleet_client import (
     BACKOFF_SECONDS_MAX,
     Broken,
     FleetClient,
     Heard,
+    PreviousLife,
     decode_payload,
     encode_cursor,
     encode_heartbeat,
     encode_inventory,
     encode_outgoing,
+    encode_previous,
 )
-from transport.logging_setup import bind
 from transport.pb import fleet_pb2 as pb
 from transport.protocol_version import about_this_part
 from transport.settings import EngineSettings
@@ -59,10 +54,9 @@ from transport.waker import Waker
 EXIT_DONE = 0
 EXIT_BROKEN = 1
 EXIT_REFUSED = 4
-"""The scheduler does not want this life of the engine; a new one may be wanted."""
+"""The scheduler does not want this life of the engine, and its process cannot begin another."""
 
 INBOX_MESSAGES_MAX = 256
-THREADS_MAX = 8
 TICK_SECONDS = 0.02
 REPEAT_SECONDS = 1.0
 LEAVE_SECONDS_MAX = 60.0
@@ -97,43 +91,11 @@ class _Leave:
 _Message = Heard | Broken | _Done | _Woken | _Tick | _Leave
 
 
-async def run_engine(
-    settings: EngineSettings,
-    *,
-    ready: Callable[[], None],
-    stop: anyio.Event,
-    progress: Progress | None = None,
-    hooks: EngineHooks = NO_HOOKS,
-) -> int:
-    """Run a prefill or decode engine until it has left, is refused, or cannot go on.
-
-    ready: called once, when the scheduler has brought the engine up to date;
-    stop: set to leave in order; progress: log lines unless given; hooks: a harness's.
-    Returns the exit code. Raises ModelError, MemorySizeError, PoolTooSmallError,
-    LayoutUnsupportedError before anything was joined.
-    """
-    torch.set_num_threads(settings.threads or min(os.cpu_count() or 1, THREADS_MAX))
-    loaded = await anyio.to_thread.run_sync(load, settings, progress or ProgressLines())
-    # Milliseconds of wall time grow from one life of an engine's memory to the next.
-    party = Party(EngineId(settings.engine), time.time_ns() // 1_000_000, 0)
-    bind(engine=party.engine, incarnation=party.incarnation)
-    async with open_engine(settings, loaded, party=party, hooks=hooks) as shell:
-        return await shell.run(ready=ready, stop=stop)
-
-
-@asynccontextmanager
-async def open_engine(
-    settings: EngineSettings, loaded: Loaded, *, party: Party, hooks: EngineHooks = NO_HOOKS
-) -> AsyncIterator[EngineShell]:
-    """An engine over its own memory, not yet joined."""
-    waker = Waker()
-    async with open_memory(settings, loaded.layout, party=party, wake=waker) as opened:
-        memory = attrs.evolve(opened, plane=hooks.plane(opened.plane))
-        yield EngineShell(settings, loaded, memory, party=party, waker=waker, hooks=hooks)
-
-
 class EngineShell:
-    """One life of an engine; `make` puts its owner together, `monotonic` counts nanoseconds."""
+    """One life of an engine; `make` puts its owner together, `monotonic` counts nanoseconds.
+
+    `lost` says, once `run` has returned, whether the scheduler gave this life up.
+    """
 
     def __init__(
         self,
@@ -146,8 +108,10 @@ class EngineShell:
         hooks: EngineHooks = NO_HOOKS,
         make: MakeOwner = make_owner,
         monotonic: Callable[[], int] = time.monotonic_ns,
+        previous: PreviousLife | None = None,
     ) -> None:
         self.party = party
+        self.lost = False
         self.memory = memory
         self.digest = LifeDigest()
         self.owner = make(settings, loaded, memory, party=party, digest=self.digest, send=self._say)
@@ -156,6 +120,7 @@ class EngineShell:
         self._waker = waker
         self._hooks = hooks
         self._monotonic = monotonic
+        self._previous = previous
         self._send: MemoryObjectSendStream[_Message]
         self._receive: MemoryObjectReceiveStream[_Message]
         self._send, self._receive = anyio.create_memory_object_stream(INBOX_MESSAGES_MAX)
@@ -191,6 +156,13 @@ class EngineShell:
             for stream in (self._send, self._receive, self._jobs, self._work):
                 stream.close()
         return code
+
+    def end_as(self, *, quiet: bool) -> PreviousLife:
+        """Let go of everything that this life could read or write, and say how it ended."""
+        ended = PreviousLife(self.party.incarnation, self.owner.core.next_number - 1, quiet)
+        del self.owner, self.memory, self._waker, self._client
+        del self._send, self._receive, self._jobs, self._work
+        return ended
 
     def break_stream(self) -> None:
         """Give up the stream to the scheduler; the next one resumes where this one ended."""
@@ -356,7 +328,10 @@ class EngineShell:
             case pb.ATTACH_REFUSAL_SHUTDOWN:
                 # Without a scheduler nothing can be settled; another one may come.
                 return EXIT_DONE if self._leaving_since_ns else None
-            case pb.ATTACH_REFUSAL_LOST | pb.ATTACH_REFUSAL_SUPERSEDED:
+            case pb.ATTACH_REFUSAL_LOST:
+                self.lost = True
+                return EXIT_REFUSED
+            case pb.ATTACH_REFUSAL_SUPERSEDED | pb.ATTACH_REFUSAL_RULE_BROKEN:
                 return EXIT_REFUSED
             case pb.ATTACH_REFUSAL_INCOMPATIBLE:
                 return EXIT_REFUSED
@@ -369,6 +344,9 @@ class EngineShell:
         self._hooks.saying(item, self._put)
 
     def _put(self, item: Outgoing) -> None:
+        if self.lost:
+            # A harness may hold on to what a life wanted to say until long after it.
+            return
         for message in encode_outgoing(item, self.owner):
             self._client.send(message)
 
@@ -394,4 +372,5 @@ class EngineShell:
             highest_proposal=core.next_number - 1,
             model=self._settings.model,
             tokenizer=loaded.tokenizer.fingerprint,
+            previous=encode_previous(self._previous),
         )

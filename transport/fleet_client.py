@@ -68,6 +68,18 @@ class Broken:
     """Whether the scheduler does not let this credential in."""
 
 
+@attrs.frozen
+class PreviousLife:
+    """A life that the scheduler gave up, as the next one of the same process tells of it.
+
+    quiet: everything that it posted has ended, and nothing of it is ever posted again.
+    """
+
+    incarnation: int
+    highest_proposal: int
+    quiet: bool
+
+
 DENIALS = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 
@@ -238,6 +250,11 @@ def encode_inventory(owner: Owner[Any], *, epoch: int) -> pb.EngineItem:
         epoch=epoch, held=held, writable=writable, highest_proposal=core.next_number - 1
     )
     return pb.EngineItem(inventory=inventory)
+
+
+def encode_previous(life: PreviousLife | None) -> pb.PreviousLife | None:
+    """What a hello says of the life before."""
+    return None if life is None else pb.PreviousLife(**attrs.asdict(life))
 
 
 # --- scheduler to engine --------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import attrs
 import structlog
 
 from engine.dataplane import Descriptor
@@ -36,6 +37,13 @@ HEARTBEATS_PER_LEASE = 5
 PAGE_TOKENS_MAX = 1 << 16
 SLOTS_MAX = 1 << 16
 _log = structlog.get_logger("custody.fleet")
+
+_REFUSALS = {
+    LostCause.LEFT: pb.ATTACH_REFUSAL_LEFT,
+    LostCause.REPLACED: pb.ATTACH_REFUSAL_SUPERSEDED,
+    LostCause.RULE_BROKEN: pb.ATTACH_REFUSAL_RULE_BROKEN,
+}
+"""What a life is told that was lost for that; for any other cause, that it is lost."""
 
 Life = tuple[EngineId, int]
 
@@ -66,7 +74,7 @@ class FleetDesk:
             party = codec.decode_party(hello.party)
         except (ValueError, codec.CodecError, DescriptorMalformed) as error:
             return self._refuse(link, pb.ATTACH_REFUSAL_PROTOCOL, str(error))
-        refusal = self._refusal(attached, hello)
+        refusal = self._follows(attached, hello) or self._refusal(attached, hello)
         if refusal is not None:
             return self._refuse(link, *refusal)
         try:
@@ -89,6 +97,8 @@ class FleetDesk:
         link.outbox.put(pb.SchedulerItem(welcome=welcome))
         _log.info("engine_connected", party=str(party), role=attached.role.value, resumed=known)
         self.owner.perform(effects)
+        if hello.previous.quiet:
+            self._quiet(party, hello.previous)
         if known:
             position = self.streams.cursor(party, hello.cursor.position)
             self._connect(link, party, epoch=core.epoch, position=position, number=0)
@@ -114,6 +124,29 @@ class FleetDesk:
             fence_scope=FENCE_SCOPES.decode(hello.fence_scope),
         )
 
+    def _follows(
+        self, attached: Attached, hello: pb.Hello
+    ) -> tuple[pb.AttachRefusal.ValueType, str] | None:
+        """A process that was given up comes back in its own place, never in another's."""
+        if not hello.HasField("previous"):
+            return None
+        before, name = hello.previous.incarnation, f"{attached.engine}/{attached.incarnation}"
+        if before >= attached.incarnation:
+            return pb.ATTACH_REFUSAL_PROTOCOL, f"{name} does not follow incarnation {before}"
+        current = self.owner.core.log.fleet.current(attached.engine)
+        if current is None or current.lost is not None:
+            return None
+        known = current.attached.incarnation
+        if known in (before, attached.incarnation):
+            return None
+        return pb.ATTACH_REFUSAL_SUPERSEDED, f"incarnation {known} has taken the place of {before}"
+
+    def _quiet(self, party: Party, previous: pb.PreviousLife) -> None:
+        """Nothing of the life before can land any more, says the process that was it."""
+        before = attrs.evolve(party, incarnation=previous.incarnation)
+        highest, now_ns = previous.highest_proposal, self.owner.now()
+        self.owner.perform(self.owner.core.hear_quiet(before, highest=highest, now_ns=now_ns))
+
     def _refusal(
         self, attached: Attached, hello: pb.Hello
     ) -> tuple[pb.AttachRefusal.ValueType, str] | None:
@@ -124,7 +157,8 @@ class FleetDesk:
             if known > attached.incarnation:
                 return pb.ATTACH_REFUSAL_SUPERSEDED, f"incarnation {known} follows {name}"
             if known == attached.incarnation and current.lost is not None:
-                return pb.ATTACH_REFUSAL_LOST, f"{name} was declared lost ({current.lost.value})"
+                reason = _REFUSALS.get(current.lost, pb.ATTACH_REFUSAL_LOST)
+                return reason, f"{name} was declared lost ({current.lost.value})"
         unfit = protocol_refusal(hello.protocol_major, hello.protocol_minor)
         if unfit is not None:
             return pb.ATTACH_REFUSAL_PROTOCOL, f"{name} {unfit}"
@@ -261,10 +295,7 @@ class FleetDesk:
     def lost(self, event: Lost) -> None:
         """A life is over: its streams end, and its addresses are forgotten."""
         life = (event.engine, event.incarnation)
-        reason = {
-            LostCause.LEFT: pb.ATTACH_REFUSAL_LEFT,
-            LostCause.REPLACED: pb.ATTACH_REFUSAL_SUPERSEDED,
-        }.get(event.cause, pb.ATTACH_REFUSAL_LOST)
+        reason = _REFUSALS.get(event.cause, pb.ATTACH_REFUSAL_LOST)
         self.leaving.discard(life)
         for party in [p for p in self.streams.ranks if (p.engine, p.incarnation) == life]:
             link = self.streams.links.get(party)

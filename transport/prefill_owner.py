@@ -62,6 +62,9 @@ class PrefillOwner(Owner[PrefillCore]):
     def idle(self) -> bool:
         return super().idle and not self.posts.in_flight
 
+    def wind_up(self) -> bool:
+        return self.posts.wind_up()
+
     def writable(self) -> tuple[GrantId, ...]:
         return self.posts.writable()
 

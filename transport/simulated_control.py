@@ -220,8 +220,8 @@ class Control:
             self._stream.cut("parted")
 
     def end(self) -> None:
-        """The process is gone."""
-        self.ended = True
+        """The life is over."""
+        self.ended, self.welcomed = True, False
         if self._stream is not None:
             self._stream.cut("the engine is gone")
 

@@ -23,11 +23,12 @@ from engine.world_memory import holder
 from lifecycle.events import Role
 from lifecycle.ids import EngineId, Party
 from transport.decode_owner import DecodeOwner
+from transport.engine_lives import WIND_UP_SECONDS_MAX
 from transport.engine_owner import Continuation, Owner, Send
 from transport.engine_parts import LifeDigest, Loaded
 from transport.engine_planes import EngineMemory
 from transport.engine_shell import EngineShell, _Done, _Message, _Tick, _Woken
-from transport.fleet_client import Broken, FleetClient, Heard
+from transport.fleet_client import Broken, FleetClient, Heard, PreviousLife
 from transport.pb import fleet_pb2 as pb
 from transport.prefill_owner import PrefillOwner
 from transport.settings import EngineSettings
@@ -37,6 +38,7 @@ from transport.simulated_plane import SimulatedPlane, Wires
 from transport.simulated_runners import SimulatedDecodeRunner, SimulatedPrefillRunner
 
 TICK_NS = 20 * MILLISECOND
+SECOND = 1_000 * MILLISECOND
 
 
 @attrs.frozen
@@ -80,6 +82,7 @@ class SimulatedShell(EngineShell):
         door: Door,
         pass_ns: Callable[[], int],
         over: Callable[[int], None],
+        previous: PreviousLife | None = None,
     ) -> None:
         super().__init__(
             settings,
@@ -89,6 +92,7 @@ class SimulatedShell(EngineShell):
             waker=cast("Any", None),
             make=make,
             monotonic=lambda: clock.now_ns,
+            previous=previous,
         )
         self.hung = False
         self.dead = False
@@ -214,9 +218,11 @@ class Engine:
         self._door = door
         self._wires = wires
         self._on_end = on_end
+        self._process: list[Party] = []
+        self._previous: PreviousLife | None = None
 
     def start(self) -> None:
-        """Begin a life, with memory and addresses of its own."""
+        """Begin a life, with memory and addresses of its own; its process may have had others."""
         if self.shell is not None:
             return
         self.lives += 1
@@ -245,8 +251,10 @@ class Engine:
             network=self._network,
             door=self._door,
             pass_ns=self._pass_ns,
-            over=lambda _code: self.kill(),
+            over=self._over,
+            previous=self._previous,
         )
+        self._process.append(party)
         core = self.core
         if isinstance(core, DecodeCore):
             plane.holder = partial(_grant_on, core)
@@ -264,10 +272,40 @@ class Engine:
         self.shell = self.plane = None
         shell.end()
         plane.shutdown()
-        self._on_end(shell.party)
+        lives, self._process, self._previous = self._process, [], None
+        for party in lives:
+            self._on_end(party)
         pause = self.restart_ns or self._chance.randrange(1, 500 * MILLISECOND)
         # Milliseconds name lives, so two of them never share one.
         self._clock.after(pause + MILLISECOND, self.start)
+
+    def _over(self, _code: int) -> None:
+        """The life is over: one that was given up is followed by another of the same process."""
+        shell = self.shell
+        if shell is None or not shell.lost:
+            self.kill()
+            return
+        shell.end()
+        self._end_life(shell, self._clock.now_ns + int(WIND_UP_SECONDS_MAX * SECOND))
+
+    def _end_life(self, shell: SimulatedShell, until_ns: int) -> None:
+        """As `engine_lives.end_life`, by the clock."""
+        plane, clock = self.plane, self._clock
+        if self.shell is not shell or plane is None:
+            return
+        quiet = not shell.hung and shell.owner.wind_up()
+        if shell.hung or not (quiet or self._wires.placing):
+            if clock.now_ns >= until_ns and not shell.hung:
+                self.kill()
+            else:
+                clock.after(TICK_NS, partial(self._end_life, shell, until_ns))
+            return
+        self.shell = self.plane = None
+        plane.shutdown()
+        self._previous = shell.end_as(quiet=quiet)
+        self._wires.reached["began-again" if quiet else "began-again-in-doubt"] += 1
+        # Milliseconds name lives, so two of them never share one.
+        clock.after(MILLISECOND, self.start)
 
     def _wake(self, party: Party) -> None:
         if self.shell is not None and self.shell.party == party:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from engine.store import Stored
-from lifecycle.events import Event, Lost
+from lifecycle.events import Attached, Event, Lost
 from lifecycle.history import History
 from lifecycle.replay import unbounded
 from lifecycle.state import TERMINAL
@@ -220,6 +220,15 @@ class Bench:
             isinstance(one.entry.event, Lost) and one.entry.event.engine == name
             for one in self.since(position)
         )
+
+    def joined_again(self, name: str, position: int) -> bool:
+        """Whether the log says, after that position, that the engine joined after it was lost."""
+        own = [
+            type(one.entry.event)
+            for one in self.since(position)
+            if isinstance(one.entry.event, Lost | Attached) and one.entry.event.engine == name
+        ]
+        return own[-2:] == [Lost, Attached]
 
     def history(self) -> History:
         """The present log, reduced; what was read before is not read again."""

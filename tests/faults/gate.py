@@ -87,7 +87,7 @@ class Gate(EngineHooks):
             say(item)
 
     def plane(self, plane: DataPlane) -> DataPlane:
-        """Called once, when the loop runs."""
+        """Called when a life of the engine begins, and the loop runs."""
         self._loop = asyncio.get_running_loop()
         self._plane = ErringPlane(plane, self.wire.say)
         return self._plane

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import transport.engine_shell
+import transport.engine_lives
 import transport.scheduler_shell
 from tests.faults.gate import Gate, RefusingDisk
 from tests.faults.wire import join
@@ -28,8 +28,8 @@ def main() -> None:
     else:
         gate = Gate()
         gate.wire = join(path, rest[0], gate.obey)
-        run = partial(transport.engine_shell.run_engine, hooks=gate)
-        transport.engine_shell.run_engine = run
+        run = partial(transport.engine_lives.run_engine, hooks=gate)
+        transport.engine_lives.run_engine = run
     sys.argv[1:] = [verb, *rest]
     cli.main()
 

@@ -27,11 +27,11 @@ import attrs
 from tests.faults.bench import LEASE_SECONDS, Bench
 from tests.faults.kept import keep
 from tests.faults.load import Load, Shape, answers_doubted
-from tests.faults.table import EXIT_REFUSED
 from tests.process_harness import tiny_model
 
 CLIENTS = 8
 PAUSE_SECONDS_MAX = 3.0
+EXIT_REFUSED = 4
 REFERENCES = 300
 PAGE_BYTES = 4096
 
@@ -123,7 +123,7 @@ class Soak:
     # --- whole again --------------------------------------------------------------------------
 
     def replace_ended(self) -> None:
-        """An engine that was given up has ended, and says so by its exit code."""
+        """An engine that was given up too often has ended, and says so by its exit code."""
         self._wait(0.2)
         for name in self.bench.names:
             code = self.bench.children[name].process.poll()

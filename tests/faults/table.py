@@ -17,8 +17,6 @@ from tests.faults.moments import MOMENTS, Scene
 
 Act = Callable[["Strike"], None]
 PLANES = ("shared-memory", "grpc")
-EXIT_REFUSED = 4
-
 
 @attrs.define
 class Strike:
@@ -108,11 +106,15 @@ def _start_again(role: str) -> Act:
     return lambda strike: strike.bench.start_engines(_name(strike, role))
 
 
-def _refused_and_replaced(strike: Strike, name: str) -> None:
-    """An engine that was given up finds that out, drops everything, and is replaced."""
-    code = strike.bench.children[name].wait(timeout=30)
-    assert code == EXIT_REFUSED, f"{name} ended with {code}"
-    strike.bench.start_engines(name)
+def _begins_again(strike: Strike, name: str) -> None:
+    """An engine that was given up finds that out, drops everything, and joins as a new life."""
+
+    def joined() -> bool:
+        code = strike.bench.children[name].process.poll()
+        assert code is None, f"{name} ended with {code}"
+        return strike.bench.joined_again(name, strike.position)
+
+    strike.bench.wait_until(f"{name} has joined again", joined)
 
 
 def _hang(role: str) -> Act:
@@ -133,7 +135,7 @@ def _wake(role: str) -> Act:
         if role == "prefill":
             gate.tell("go")
         strike.bench.children[name].signal(signal.SIGCONT)
-        _refused_and_replaced(strike, name)
+        _begins_again(strike, name)
 
     return act
 
@@ -152,7 +154,7 @@ def _mend(role: str, *, broken: bool) -> Act:
     def act(strike: Strike) -> None:
         name = _name(strike, role)
         strike.bench.relays[name].heal(broken=broken)
-        _refused_and_replaced(strike, name)
+        _begins_again(strike, name)
 
     return act
 

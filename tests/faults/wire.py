@@ -10,6 +10,7 @@ import json
 import queue
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -75,6 +76,7 @@ class Remote:
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
+        self._told: deque[str] = deque()
         self._did: queue.Queue[str] = queue.Queue()
         self._reached: queue.Queue[Message] = queue.Queue()
         self._thread = threading.Thread(target=self._listen, name="remote gate", daemon=True)
@@ -92,11 +94,14 @@ class Remote:
     def command(self, command: str, **fields: Any) -> None:
         """Have the gate do something, and wait until it has."""
         self.tell(command, **fields)
-        did = self._did.get(timeout=ANSWER_SECONDS)
-        assert did == command, f"asked to {command}, the gate did {did or 'end'}"
+        while self._told:
+            wanted = self._told.popleft()
+            did = self._did.get(timeout=ANSWER_SECONDS)
+            assert did == wanted, f"asked to {wanted}, the gate did {did or 'end'}"
 
     def tell(self, command: str, **fields: Any) -> None:
-        """The same without waiting: for a part that stands still."""
+        """The same without waiting: for a part that stands still; the next command waits for it."""
+        self._told.append(command)
         self._wire.say({"command": command, **fields})
 
     def close(self) -> None:

@@ -26,57 +26,59 @@ from transport.pb import generation_pb2 as custody_dot_v1_dot_generation__pb2
 from transport.pb import lifecycle_pb2 as custody_dot_v1_dot_lifecycle__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ustody/v1/fleet.proto\x12\ncustody.v1\x1a\x1b\x63ustody/v1/generation.proto\x1a\x1a\x63ustody/v1/lifecycle.proto\")\n\x06\x43ursor\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\"\xc6\x03\n\x05Hello\x12 \n\x05party\x18\x01 \x01(\x0b\x32\x11.custody.v1.Party\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.custody.v1.Role\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06layers\x18\x06 \x01(\x04\x12\r\n\x05slots\x18\x07 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x08 \x01(\x04\x12\x0e\n\x06layout\x18\t \x01(\t\x12\x10\n\x08\x65ndpoint\x18\n \x01(\t\x12\r\n\x05plane\x18\x0b \x01(\t\x12+\n\x0b\x66\x65nce_scope\x18\x0c \x01(\x0e\x32\x16.custody.v1.FenceScope\x12\x12\n\nprocess_id\x18\r \x01(\x04\x12\"\n\x06\x63ursor\x18\x0e \x01(\x0b\x32\x12.custody.v1.Cursor\x12\x18\n\x10highest_proposal\x18\x0f \x01(\x04\x12\r\n\x05model\x18\x10 \x01(\t\x12\x11\n\ttokenizer\x18\x11 \x01(\t\x12\x0f\n\x07process\x18\x12 \x01(\t\x12\x16\n\x0eprotocol_major\x18\x13 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x14 \x01(\r\"\x88\x01\n\tHeldGrant\x12\"\n\x05grant\x18\x01 \x01(\x0b\x32\x13.custody.v1.GrantId\x12\x0f\n\x07request\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12$\n\x05pages\x18\x04 \x03(\x0b\x32\x15.custody.v1.PageRange\x12\x0f\n\x07\x65xposed\x18\x05 \x01(\x08\"\x80\x01\n\tInventory\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x04held\x18\x02 \x03(\x0b\x32\x15.custody.v1.HeldGrant\x12%\n\x08writable\x18\x03 \x03(\x0b\x32\x13.custody.v1.GrantId\x12\x18\n\x10highest_proposal\x18\x04 \x01(\x04\"\xb7\x01\n\nTokenBatch\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\x04\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\r\n\x05texts\x18\x05 \x03(\t\x12\x10\n\x08logprobs\x18\x06 \x03(\x01\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x42\x0e\n\x0cmatched_stop\"\xee\x01\n\x0e\x45ngineCounters\x12\x1c\n\x14header_reads_checked\x18\x01 \x01(\x04\x12\x19\n\x11header_mismatches\x18\x02 \x01(\x04\x12\x1e\n\x16header_reads_unchecked\x18\x03 \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\x04 \x01(\x04\x12\x16\n\x0etokens_sampled\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x14\n\x0c\x62ytes_posted\x18\x07 \x01(\x04\x12\x12\n\npages_free\x18\x08 \x01(\x04\x12\x12\n\nslots_used\x18\t \x01(\x04\"]\n\tHeartbeat\x12\"\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x12.custody.v1.Cursor\x12,\n\x08\x63ounters\x18\x02 \x01(\x0b\x32\x1a.custody.v1.EngineCounters\"\t\n\x07Leaving\"\x8c\x02\n\nEngineItem\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.custody.v1.HelloH\x00\x12*\n\tinventory\x18\x02 \x01(\x0b\x32\x15.custody.v1.InventoryH\x00\x12(\n\x08proposal\x18\x03 \x01(\x0b\x32\x14.custody.v1.ProposalH\x00\x12(\n\x06tokens\x18\x04 \x01(\x0b\x32\x16.custody.v1.TokenBatchH\x00\x12*\n\theartbeat\x18\x05 \x01(\x0b\x32\x15.custody.v1.HeartbeatH\x00\x12&\n\x07leaving\x18\x06 \x01(\x0b\x32\x13.custody.v1.LeavingH\x00\x42\x06\n\x04item\"7\n\x0e\x43onnectRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.custody.v1.EngineItem\"\x89\x01\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x10\n\x08lease_ns\x18\x03 \x01(\x04\x12\x14\n\x0cheartbeat_ns\x18\x04 \x01(\x04\x12\x18\n\x10inventory_wanted\x18\x05 \x01(\x08\x12\x18\n\x10highest_answered\x18\x06 \x01(\x04\"w\n\x07Payload\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12&\n\x08sampling\x18\x02 \x01(\x0b\x32\x14.custody.v1.Sampling\x12\x16\n\x0erelayed_tokens\x18\x03 \x01(\x04\x12\x12\n\ndigest_key\x18\x04 \x01(\x0c\"g\n\x0bPublication\x12\x10\n\x08position\x18\x01 \x01(\x04\x12 \n\x05\x65ntry\x18\x02 \x01(\x0b\x32\x11.custody.v1.Entry\x12$\n\x07payload\x18\x03 \x01(\x0b\x32\x13.custody.v1.Payload\"_\n\x0eProposalAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x1b\n\x11\x61\x63\x63\x65pted_position\x18\x02 \x01(\x04H\x00\x12\x16\n\x0c\x64ropped_rule\x18\x03 \x01(\tH\x00\x42\x08\n\x06\x61nswer\"=\n\nTokensHeld\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"b\n\x0cPeerEndpoint\x12 \n\x05party\x18\x01 \x01(\x0b\x32\x11.custody.v1.Party\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\r\n\x05plane\x18\x03 \x01(\t\x12\x0f\n\x07process\x18\x04 \x01(\t\"K\n\rAttachRefused\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.custody.v1.AttachRefusal\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x08\n\x06Synced\"&\n\x12SchedulerHeartbeat\x12\x10\n\x08position\x18\x01 \x01(\x04\"\xff\x02\n\rSchedulerItem\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.custody.v1.WelcomeH\x00\x12.\n\x0bpublication\x18\x02 \x01(\x0b\x32\x17.custody.v1.PublicationH\x00\x12,\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x1a.custody.v1.ProposalAnswerH\x00\x12-\n\x0btokens_held\x18\x04 \x01(\x0b\x32\x16.custody.v1.TokensHeldH\x00\x12,\n\x07refused\x18\x05 \x01(\x0b\x32\x19.custody.v1.AttachRefusedH\x00\x12\x33\n\theartbeat\x18\x06 \x01(\x0b\x32\x1e.custody.v1.SchedulerHeartbeatH\x00\x12(\n\x04peer\x18\x07 \x01(\x0b\x32\x18.custody.v1.PeerEndpointH\x00\x12$\n\x06synced\x18\x08 \x01(\x0b\x32\x12.custody.v1.SyncedH\x00\x42\x06\n\x04item\";\n\x0f\x43onnectResponse\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.custody.v1.SchedulerItem*\xdb\x01\n\rAttachRefusal\x12\x1e\n\x1a\x41TTACH_REFUSAL_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41TTACH_REFUSAL_LOST\x10\x01\x12\x1d\n\x19\x41TTACH_REFUSAL_SUPERSEDED\x10\x02\x12\x1f\n\x1b\x41TTACH_REFUSAL_INCOMPATIBLE\x10\x03\x12\x1b\n\x17\x41TTACH_REFUSAL_PROTOCOL\x10\x04\x12\x1b\n\x17\x41TTACH_REFUSAL_SHUTDOWN\x10\x05\x12\x17\n\x13\x41TTACH_REFUSAL_LEFT\x10\x06\x32V\n\x0c\x46leetService\x12\x46\n\x07\x43onnect\x12\x1a.custody.v1.ConnectRequest\x1a\x1b.custody.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ustody/v1/fleet.proto\x12\ncustody.v1\x1a\x1b\x63ustody/v1/generation.proto\x1a\x1a\x63ustody/v1/lifecycle.proto\")\n\x06\x43ursor\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\"L\n\x0cPreviousLife\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x18\n\x10highest_proposal\x18\x02 \x01(\x04\x12\r\n\x05quiet\x18\x03 \x01(\x08\"\xf2\x03\n\x05Hello\x12 \n\x05party\x18\x01 \x01(\x0b\x32\x11.custody.v1.Party\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.custody.v1.Role\x12\r\n\x05ranks\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06layers\x18\x06 \x01(\x04\x12\r\n\x05slots\x18\x07 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\x08 \x01(\x04\x12\x0e\n\x06layout\x18\t \x01(\t\x12\x10\n\x08\x65ndpoint\x18\n \x01(\t\x12\r\n\x05plane\x18\x0b \x01(\t\x12+\n\x0b\x66\x65nce_scope\x18\x0c \x01(\x0e\x32\x16.custody.v1.FenceScope\x12\x12\n\nprocess_id\x18\r \x01(\x04\x12\"\n\x06\x63ursor\x18\x0e \x01(\x0b\x32\x12.custody.v1.Cursor\x12\x18\n\x10highest_proposal\x18\x0f \x01(\x04\x12\r\n\x05model\x18\x10 \x01(\t\x12\x11\n\ttokenizer\x18\x11 \x01(\t\x12\x0f\n\x07process\x18\x12 \x01(\t\x12\x16\n\x0eprotocol_major\x18\x13 \x01(\r\x12\x16\n\x0eprotocol_minor\x18\x14 \x01(\r\x12*\n\x08previous\x18\x15 \x01(\x0b\x32\x18.custody.v1.PreviousLife\"\x88\x01\n\tHeldGrant\x12\"\n\x05grant\x18\x01 \x01(\x0b\x32\x13.custody.v1.GrantId\x12\x0f\n\x07request\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12$\n\x05pages\x18\x04 \x03(\x0b\x32\x15.custody.v1.PageRange\x12\x0f\n\x07\x65xposed\x18\x05 \x01(\x08\"\x80\x01\n\tInventory\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x04held\x18\x02 \x03(\x0b\x32\x15.custody.v1.HeldGrant\x12%\n\x08writable\x18\x03 \x03(\x0b\x32\x13.custody.v1.GrantId\x12\x18\n\x10highest_proposal\x18\x04 \x01(\x04\"\xb7\x01\n\nTokenBatch\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\x04\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\r\n\x05texts\x18\x05 \x03(\t\x12\x10\n\x08logprobs\x18\x06 \x03(\x01\x12\x15\n\x0bstop_string\x18\x07 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x42\x0e\n\x0cmatched_stop\"\xee\x01\n\x0e\x45ngineCounters\x12\x1c\n\x14header_reads_checked\x18\x01 \x01(\x04\x12\x19\n\x11header_mismatches\x18\x02 \x01(\x04\x12\x1e\n\x16header_reads_unchecked\x18\x03 \x01(\x04\x12\x1e\n\x16prompt_tokens_computed\x18\x04 \x01(\x04\x12\x16\n\x0etokens_sampled\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x14\n\x0c\x62ytes_posted\x18\x07 \x01(\x04\x12\x12\n\npages_free\x18\x08 \x01(\x04\x12\x12\n\nslots_used\x18\t \x01(\x04\"]\n\tHeartbeat\x12\"\n\x06\x63ursor\x18\x01 \x01(\x0b\x32\x12.custody.v1.Cursor\x12,\n\x08\x63ounters\x18\x02 \x01(\x0b\x32\x1a.custody.v1.EngineCounters\"\t\n\x07Leaving\"\x8c\x02\n\nEngineItem\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.custody.v1.HelloH\x00\x12*\n\tinventory\x18\x02 \x01(\x0b\x32\x15.custody.v1.InventoryH\x00\x12(\n\x08proposal\x18\x03 \x01(\x0b\x32\x14.custody.v1.ProposalH\x00\x12(\n\x06tokens\x18\x04 \x01(\x0b\x32\x16.custody.v1.TokenBatchH\x00\x12*\n\theartbeat\x18\x05 \x01(\x0b\x32\x15.custody.v1.HeartbeatH\x00\x12&\n\x07leaving\x18\x06 \x01(\x0b\x32\x13.custody.v1.LeavingH\x00\x42\x06\n\x04item\"7\n\x0e\x43onnectRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.custody.v1.EngineItem\"\x89\x01\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x10\n\x08lease_ns\x18\x03 \x01(\x04\x12\x14\n\x0cheartbeat_ns\x18\x04 \x01(\x04\x12\x18\n\x10inventory_wanted\x18\x05 \x01(\x08\x12\x18\n\x10highest_answered\x18\x06 \x01(\x04\"w\n\x07Payload\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12&\n\x08sampling\x18\x02 \x01(\x0b\x32\x14.custody.v1.Sampling\x12\x16\n\x0erelayed_tokens\x18\x03 \x01(\x04\x12\x12\n\ndigest_key\x18\x04 \x01(\x0c\"g\n\x0bPublication\x12\x10\n\x08position\x18\x01 \x01(\x04\x12 \n\x05\x65ntry\x18\x02 \x01(\x0b\x32\x11.custody.v1.Entry\x12$\n\x07payload\x18\x03 \x01(\x0b\x32\x13.custody.v1.Payload\"_\n\x0eProposalAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x1b\n\x11\x61\x63\x63\x65pted_position\x18\x02 \x01(\x04H\x00\x12\x16\n\x0c\x64ropped_rule\x18\x03 \x01(\tH\x00\x42\x08\n\x06\x61nswer\"=\n\nTokensHeld\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"b\n\x0cPeerEndpoint\x12 \n\x05party\x18\x01 \x01(\x0b\x32\x11.custody.v1.Party\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\r\n\x05plane\x18\x03 \x01(\t\x12\x0f\n\x07process\x18\x04 \x01(\t\"K\n\rAttachRefused\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.custody.v1.AttachRefusal\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x08\n\x06Synced\"&\n\x12SchedulerHeartbeat\x12\x10\n\x08position\x18\x01 \x01(\x04\"\xff\x02\n\rSchedulerItem\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.custody.v1.WelcomeH\x00\x12.\n\x0bpublication\x18\x02 \x01(\x0b\x32\x17.custody.v1.PublicationH\x00\x12,\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x1a.custody.v1.ProposalAnswerH\x00\x12-\n\x0btokens_held\x18\x04 \x01(\x0b\x32\x16.custody.v1.TokensHeldH\x00\x12,\n\x07refused\x18\x05 \x01(\x0b\x32\x19.custody.v1.AttachRefusedH\x00\x12\x33\n\theartbeat\x18\x06 \x01(\x0b\x32\x1e.custody.v1.SchedulerHeartbeatH\x00\x12(\n\x04peer\x18\x07 \x01(\x0b\x32\x18.custody.v1.PeerEndpointH\x00\x12$\n\x06synced\x18\x08 \x01(\x0b\x32\x12.custody.v1.SyncedH\x00\x42\x06\n\x04item\";\n\x0f\x43onnectResponse\x12(\n\x05items\x18\x01 \x03(\x0b\x32\x19.custody.v1.SchedulerItem*\xfb\x01\n\rAttachRefusal\x12\x1e\n\x1a\x41TTACH_REFUSAL_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41TTACH_REFUSAL_LOST\x10\x01\x12\x1d\n\x19\x41TTACH_REFUSAL_SUPERSEDED\x10\x02\x12\x1f\n\x1b\x41TTACH_REFUSAL_INCOMPATIBLE\x10\x03\x12\x1b\n\x17\x41TTACH_REFUSAL_PROTOCOL\x10\x04\x12\x1b\n\x17\x41TTACH_REFUSAL_SHUTDOWN\x10\x05\x12\x17\n\x13\x41TTACH_REFUSAL_LEFT\x10\x06\x12\x1e\n\x1a\x41TTACH_REFUSAL_RULE_BROKEN\x10\x07\x32V\n\x0c\x46leetService\x12\x46\n\x07\x43onnect\x12\x1a.custody.v1.ConnectRequest\x1a\x1b.custody.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'transport.pb.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ATTACHREFUSAL']._serialized_start=2927
-  _globals['_ATTACHREFUSAL']._serialized_end=3146
+  _globals['_ATTACHREFUSAL']._serialized_start=3049
+  _globals['_ATTACHREFUSAL']._serialized_end=3300
   _globals['_CURSOR']._serialized_start=95
   _globals['_CURSOR']._serialized_end=136
-  _globals['_HELLO']._serialized_start=139
-  _globals['_HELLO']._serialized_end=593
-  _globals['_HELDGRANT']._serialized_start=596
-  _globals['_HELDGRANT']._serialized_end=732
-  _globals['_INVENTORY']._serialized_start=735
-  _globals['_INVENTORY']._serialized_end=863
-  _globals['_TOKENBATCH']._serialized_start=866
-  _globals['_TOKENBATCH']._serialized_end=1049
-  _globals['_ENGINECOUNTERS']._serialized_start=1052
-  _globals['_ENGINECOUNTERS']._serialized_end=1290
-  _globals['_HEARTBEAT']._serialized_start=1292
-  _globals['_HEARTBEAT']._serialized_end=1385
-  _globals['_LEAVING']._serialized_start=1387
-  _globals['_LEAVING']._serialized_end=1396
-  _globals['_ENGINEITEM']._serialized_start=1399
-  _globals['_ENGINEITEM']._serialized_end=1667
-  _globals['_CONNECTREQUEST']._serialized_start=1669
-  _globals['_CONNECTREQUEST']._serialized_end=1724
-  _globals['_WELCOME']._serialized_start=1727
-  _globals['_WELCOME']._serialized_end=1864
-  _globals['_PAYLOAD']._serialized_start=1866
-  _globals['_PAYLOAD']._serialized_end=1985
-  _globals['_PUBLICATION']._serialized_start=1987
-  _globals['_PUBLICATION']._serialized_end=2090
-  _globals['_PROPOSALANSWER']._serialized_start=2092
-  _globals['_PROPOSALANSWER']._serialized_end=2187
-  _globals['_TOKENSHELD']._serialized_start=2189
-  _globals['_TOKENSHELD']._serialized_end=2250
-  _globals['_PEERENDPOINT']._serialized_start=2252
-  _globals['_PEERENDPOINT']._serialized_end=2350
-  _globals['_ATTACHREFUSED']._serialized_start=2352
-  _globals['_ATTACHREFUSED']._serialized_end=2427
-  _globals['_SYNCED']._serialized_start=2429
-  _globals['_SYNCED']._serialized_end=2437
-  _globals['_SCHEDULERHEARTBEAT']._serialized_start=2439
-  _globals['_SCHEDULERHEARTBEAT']._serialized_end=2477
-  _globals['_SCHEDULERITEM']._serialized_start=2480
-  _globals['_SCHEDULERITEM']._serialized_end=2863
-  _globals['_CONNECTRESPONSE']._serialized_start=2865
-  _globals['_CONNECTRESPONSE']._serialized_end=2924
-  _globals['_FLEETSERVICE']._serialized_start=3148
-  _globals['_FLEETSERVICE']._serialized_end=3234
+  _globals['_PREVIOUSLIFE']._serialized_start=138
+  _globals['_PREVIOUSLIFE']._serialized_end=214
+  _globals['_HELLO']._serialized_start=217
+  _globals['_HELLO']._serialized_end=715
+  _globals['_HELDGRANT']._serialized_start=718
+  _globals['_HELDGRANT']._serialized_end=854
+  _globals['_INVENTORY']._serialized_start=857
+  _globals['_INVENTORY']._serialized_end=985
+  _globals['_TOKENBATCH']._serialized_start=988
+  _globals['_TOKENBATCH']._serialized_end=1171
+  _globals['_ENGINECOUNTERS']._serialized_start=1174
+  _globals['_ENGINECOUNTERS']._serialized_end=1412
+  _globals['_HEARTBEAT']._serialized_start=1414
+  _globals['_HEARTBEAT']._serialized_end=1507
+  _globals['_LEAVING']._serialized_start=1509
+  _globals['_LEAVING']._serialized_end=1518
+  _globals['_ENGINEITEM']._serialized_start=1521
+  _globals['_ENGINEITEM']._serialized_end=1789
+  _globals['_CONNECTREQUEST']._serialized_start=1791
+  _globals['_CONNECTREQUEST']._serialized_end=1846
+  _globals['_WELCOME']._serialized_start=1849
+  _globals['_WELCOME']._serialized_end=1986
+  _globals['_PAYLOAD']._serialized_start=1988
+  _globals['_PAYLOAD']._serialized_end=2107
+  _globals['_PUBLICATION']._serialized_start=2109
+  _globals['_PUBLICATION']._serialized_end=2212
+  _globals['_PROPOSALANSWER']._serialized_start=2214
+  _globals['_PROPOSALANSWER']._serialized_end=2309
+  _globals['_TOKENSHELD']._serialized_start=2311
+  _globals['_TOKENSHELD']._serialized_end=2372
+  _globals['_PEERENDPOINT']._serialized_start=2374
+  _globals['_PEERENDPOINT']._serialized_end=2472
+  _globals['_ATTACHREFUSED']._serialized_start=2474
+  _globals['_ATTACHREFUSED']._serialized_end=2549
+  _globals['_SYNCED']._serialized_start=2551
+  _globals['_SYNCED']._serialized_end=2559
+  _globals['_SCHEDULERHEARTBEAT']._serialized_start=2561
+  _globals['_SCHEDULERHEARTBEAT']._serialized_end=2599
+  _globals['_SCHEDULERITEM']._serialized_start=2602
+  _globals['_SCHEDULERITEM']._serialized_end=2985
+  _globals['_CONNECTRESPONSE']._serialized_start=2987
+  _globals['_CONNECTRESPONSE']._serialized_end=3046
+  _globals['_FLEETSERVICE']._serialized_start=3302
+  _globals['_FLEETSERVICE']._serialized_end=3388
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,10 @@ class _AttachRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AttachR
     """The scheduler is shutting down."""
     ATTACH_REFUSAL_LEFT: _AttachRefusal.ValueType  # 6
     """The engine wanted to leave, and nothing of it is unsettled any more."""
+    ATTACH_REFUSAL_RULE_BROKEN: _AttachRefusal.ValueType  # 7
+    """This incarnation broke a rule and was declared lost: its word is no proof, so its process has to
+    end.
+    """
 
 class AttachRefusal(_AttachRefusal, metaclass=_AttachRefusalEnumTypeWrapper):
     """Why an engine may not join or go on."""
@@ -63,6 +67,10 @@ ATTACH_REFUSAL_SHUTDOWN: AttachRefusal.ValueType  # 5
 """The scheduler is shutting down."""
 ATTACH_REFUSAL_LEFT: AttachRefusal.ValueType  # 6
 """The engine wanted to leave, and nothing of it is unsettled any more."""
+ATTACH_REFUSAL_RULE_BROKEN: AttachRefusal.ValueType  # 7
+"""This incarnation broke a rule and was declared lost: its word is no proof, so its process has to
+end.
+"""
 Global___AttachRefusal: _TypeAlias = AttachRefusal  # noqa: Y015
 
 @_typing.final
@@ -92,6 +100,38 @@ class Cursor(_message.Message):
 Global___Cursor: _TypeAlias = Cursor  # noqa: Y015
 
 @_typing.final
+class PreviousLife(_message.Message):
+    """A life that was given up, in the words of the process that was it and begins another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    HIGHEST_PROPOSAL_FIELD_NUMBER: _builtins.int
+    QUIET_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """Its incarnation."""
+    highest_proposal: _builtins.int
+    """The highest proposal number that it has used."""
+    quiet: _builtins.bool
+    """Whether every write that it posted has ended and none is ever posted again; this counts as its
+    own drained for whatever it could write.
+    """
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        highest_proposal: _builtins.int = ...,
+        quiet: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_proposal", b"highest_proposal", "incarnation", b"incarnation", "quiet", b"quiet"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreviousLife: _TypeAlias = PreviousLife  # noqa: Y015
+
+@_typing.final
 class Hello(_message.Message):
     """A rank says who it is and where it stands."""
 
@@ -117,6 +157,7 @@ class Hello(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     PROTOCOL_MAJOR_FIELD_NUMBER: _builtins.int
     PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
     role: _lifecycle_pb2.Role.ValueType
     """What the engine does."""
     ranks: _builtins.int
@@ -161,6 +202,10 @@ class Hello(_message.Message):
     def cursor(self) -> Global___Cursor:
         """Where the engine stood when its last stream ended; not set on the first."""
 
+    @_builtins.property
+    def previous(self) -> Global___PreviousLife:
+        """The life that this process was before, if the scheduler gave that one up."""
+
     def __init__(
         self,
         *,
@@ -184,10 +229,11 @@ class Hello(_message.Message):
         process: _builtins.str = ...,
         protocol_major: _builtins.int = ...,
         protocol_minor: _builtins.int = ...,
+        previous: Global___PreviousLife | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "party", b"party"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "party", b"party", "previous", b"previous"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "cursor", b"cursor", "endpoint", b"endpoint", "fence_scope", b"fence_scope", "highest_proposal", b"highest_proposal", "layers", b"layers", "layout", b"layout", "model", b"model", "page_tokens", b"page_tokens", "pages", b"pages", "party", b"party", "plane", b"plane", "process", b"process", "process_id", b"process_id", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "ranks", b"ranks", "role", b"role", "slots", b"slots", "tokenizer", b"tokenizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "cursor", b"cursor", "endpoint", b"endpoint", "fence_scope", b"fence_scope", "highest_proposal", b"highest_proposal", "layers", b"layers", "layout", b"layout", "model", b"model", "page_tokens", b"page_tokens", "pages", b"pages", "party", b"party", "plane", b"plane", "previous", b"previous", "process", b"process", "process_id", b"process_id", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "ranks", b"ranks", "role", b"role", "slots", b"slots", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
