@@ -452,14 +452,11 @@ def test_a_line_that_is_cut_costs_only_itself(
     assert "not evaluated" in words
 
 
-def test_behind_a_dropped_beginning_the_snapshot_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Entries that a snapshot kept belong to their requests; what was dropped is a gap."""
+def snapshot_of(folder: Path) -> Path:
+    """The log of a short hand-off whose beginning was dropped behind a snapshot."""
     log = first_answered()
     border = len(log.entries)
     short_handoff(log)
-    folder = tmp_path / "log"
     store = SegmentStore(folder, segment_bytes=1)
     counts: dict[str, int] = {}
     for _, entry in log.entries:
@@ -475,6 +472,15 @@ def test_behind_a_dropped_beginning_the_snapshot_counts(
     write_snapshot(folder, Kept(snapshot, previous, 1), Disk())
     for path in paths[:cut]:
         path.unlink()
+    return folder
+
+
+def test_behind_a_dropped_beginning_the_snapshot_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Entries that a snapshot kept belong to their requests; what was dropped is a gap."""
+    folder = snapshot_of(tmp_path / "log")
+    cut = len(first_answered().entries) + 2
     code, text, document = asked(folder, capsys)
     assert code == 1
     (response,) = document["responses"]

@@ -176,6 +176,7 @@ def _exit_code(error: Exception) -> int | None:
     from transport.client import Refused, Unreachable
     from transport.convert import GapInLog
     from transport.jsonlines import UnreadableLog
+    from transport.parquet import NoParquet
 
     if isinstance(error, UnreadableLog | StoreDamaged | StoreTooNew | NoBundle | GapInLog):
         return EXIT_UNREADABLE
@@ -186,7 +187,7 @@ def _exit_code(error: Exception) -> int | None:
     if isinstance(error, StoreError):
         return EXIT_FAILED
     # A model that cannot be loaded and memory that holds no pool are settings to change.
-    unusable = (ModelError, MemorySizeError, PoolTooSmallError, LayoutUnsupportedError)
+    unusable = (ModelError, MemorySizeError, PoolTooSmallError, LayoutUnsupportedError, NoParquet)
     return EXIT_USAGE if isinstance(error, unusable) else None
 
 

@@ -1,4 +1,5 @@
-"""The verbs that turn a log's forms into one another: `log import`, and `log schema` of a form.
+"""The verbs that turn a log's forms into one another: `log import`, `log export` to Parquet, and
+`log schema` of a form.
 
 Owns: which form is written where.
 Must not know: the forms.
@@ -6,7 +7,10 @@ Must not know: the forms.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transport.commands_forensics import opened
 from transport.commands_log import log_app
@@ -16,11 +20,17 @@ from transport.commands_shared import (
     Json,
     Switch,
     UsageError,
+    connect,
+    is_standard,
     say,
     say_json,
 )
 
-__all__ = ["import_log", "log_app", "schema"]
+if TYPE_CHECKING:
+    from transport.forensics_read import Capture
+    from transport.settings import CallSettings
+
+__all__ = ["export_parquet", "import_log", "log_app", "schema"]
 
 
 @log_app.command
@@ -48,7 +58,7 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
     Parameters
     ----------
     file
-        JSON Lines of our own, whole; "-" reads standard input.
+        JSON Lines or Parquet of our own, whole; "-" reads JSON Lines from standard input.
     output
         The folder for the segments, which must be absent or empty.
     json
@@ -75,3 +85,49 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
             for one in capture.unknown:
                 say(f"left out: line {one.line}: {one.reason}")
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+def export_parquet(
+    output: Path | None, *, scheduler: str, door: CallSettings, log: Path | None, json: bool
+) -> int:
+    """`log export --format parquet`: exits 0 when the log is whole, 5 when it is not."""
+    if output is None or is_standard(output):
+        raise UsageError("--format parquet: name the file with --output; it is no stream")
+    from transport.parquet import write_parquet
+    from transport.progress import Counting
+
+    with _source(log, scheduler, door) as capture, Counting(shown=not json) as counting:
+        count = write_parquet(capture, output, told=counting)
+        counting.stop()
+        size = output.stat().st_size
+        if json:
+            written = {
+                "output": str(output),
+                "entries": count,
+                "unknown": len(capture.unknown),
+                "bytes": size,
+                "complete": capture.whole,
+            }
+            say_json(written)
+        else:
+            say(f"{count} entries written to {output}, {size} bytes")
+            for one in capture.missing:
+                last = "an unknown end" if one.last is None else one.last
+                say(
+                    f"missing, which the file says too: positions {one.first} to {last}: {one.reason}"
+                )
+            if capture.unknown:
+                say(f"kept as they are, for they could not be understood: {len(capture.unknown)}")
+        return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+@contextmanager
+def _source(log: Path | None, scheduler: str, door: CallSettings) -> Iterator[Capture]:
+    if log is not None:
+        with opened(log) as capture:
+            yield capture
+        return
+    from transport.forensics_read import LiveCapture
+
+    with connect(scheduler, door) as client, closing(client.tail()) as entries:
+        yield LiveCapture(entries)

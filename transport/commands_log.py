@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 log_app = App(name="log", help="Look at the event log.")
 
+Form = Literal["jsonl", "parquet"]
 PhaseName = Literal["new", "rejected", "admitted", "decoding", "requeued", "ended", "closed"]
 
 
@@ -206,9 +207,10 @@ def export(
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
     door: Door = CALL,
     log: Path | None = None,
-    json: Switch = False,  # noqa: ARG001 - accepted everywhere, and an export is JSON in any case
+    form: Annotated[Form, Parameter(name="--format")] = "jsonl",
+    json: Switch = False,
 ) -> int:
-    """Write the whole log as JSON Lines, version 1.
+    """Write the whole log as JSON Lines, version 1, or as Parquet.
 
     Parameters
     ----------
@@ -218,9 +220,16 @@ def export(
         Address of a running scheduler.
     log
         Read this log folder or file instead of asking a scheduler.
+    form
+        JSON Lines, or Parquet with the extra `parquet`; Parquet needs --output, and takes in
+        foreign logs and logs with missing parts as what they are.
     json
-        Accepted everywhere; an export is JSON Lines in any case.
+        Say as JSON what was written as Parquet; JSON Lines are JSON in any case.
     """
+    if form == "parquet":
+        from transport.commands_convert import export_parquet
+
+        return export_parquet(output, scheduler=scheduler, door=door, log=log, json=json)
     from transport.jsonlines import write_jsonlines
 
     entries, complete = _whole(scheduler=scheduler, door=door, log=log)

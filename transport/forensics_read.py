@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -44,6 +44,10 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def _ignore(_record: UnknownRecord) -> None:
+    """Nobody else wants to know."""
+
+
 class Capture:
     """One log: iterate it once, then ask what was missing.
 
@@ -67,8 +71,15 @@ class Capture:
         self.head: bytes | None = None
         self.expected_head: bytes | None = None
         self.snapshot: Snapshot | None = None
+        self.passing_over: Callable[[UnknownRecord], object] = _ignore
+        """Hears of each record that says nothing, when it is its turn; `unknown` holds only some."""
         self._next = 1
         self._last_ns = 0
+
+    @property
+    def next_position(self) -> int:
+        """Behind the last position that was accounted for."""
+        return self._next
 
     @property
     def whole(self) -> bool:
@@ -118,6 +129,7 @@ class Capture:
 
     def _unreadable(self, record: UnknownRecord) -> None:
         """A record that is there and says nothing; its position is accounted for by `unknown`."""
+        self.passing_over(record)
         if len(self.unknown) < _REASONS_MAX:
             self.unknown.append(record)
             self.unplaced += not record.position
@@ -228,7 +240,7 @@ def _first_position(path: Path) -> int:
 
 
 def open_capture(path: Path, stack: ExitStack) -> Capture:
-    """A folder of segments, one segment, or JSON Lines; `stack` closes what is opened.
+    """A folder of segments, one segment, Parquet, or JSON Lines; `stack` closes what is opened.
 
     Raises `UnreadableLog` when it is no log at all.
     """
@@ -243,6 +255,11 @@ def open_capture(path: Path, stack: ExitStack) -> Capture:
             siblings = segment_files.segment_paths(path.parent)
             alone = siblings in ([], [path])
             return SegmentCapture(Survey([path]), alone=alone, begins=_begins(path))
+        if segment_files.is_parquet(path):
+            # DuckDB is loaded by those who have such a file.
+            from transport.parquet_read import open_parquet
+
+            return open_parquet(path, stack)
         return open_lines(stack.enter_context(path.open("rb")))
     except OSError as error:
         raise UnreadableLog(0, str(error)) from error

@@ -321,7 +321,7 @@ def kept(line: int, record: Mapping[str, Any], reason: str) -> UnknownRecord:
 
 
 def read_log(path: Path) -> LogFile:
-    """A folder of segments, one segment, or JSON Lines, told apart by what is there.
+    """A folder of segments, one segment, Parquet, or JSON Lines, told apart by what is there.
 
     Nothing is locked or repaired: a log that is being written is read as far as it is whole.
     Raises `UnreadableLog`.
@@ -334,6 +334,11 @@ def read_log(path: Path) -> LogFile:
             return _read_segments([path], alone=siblings in ([], [path]))
     except OSError as error:
         raise UnreadableLog(0, str(error)) from error
+    if segment_files.is_parquet(path):
+        # It is made of what this module reads, and loads its library.
+        from transport.parquet_read import read_parquet
+
+        return read_parquet(path)
     return read_jsonlines(path)
 
 

@@ -1,4 +1,4 @@
-"""Progress on a terminal: loading a model, and waiting for the first token.
+"""Progress on a terminal: loading a model, waiting for the first token, counting entries.
 
 Owns: what is drawn on standard error, and that nothing is drawn where nobody looks.
 Must not know: what is loaded or waited for.
@@ -70,6 +70,39 @@ class Waiting:
         """What is waited for now."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=sentence)
+
+    def stop(self) -> None:
+        """Remove it; again is nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class Counting:
+    """How many entries have been seen and the time that has passed, until `stop`."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._bar = _progress("{task.description}", bar=False) if shown and on_terminal() else None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("reading", total=None)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def __call__(self, count: int) -> None:
+        """So many by now."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=f"{count:,} entries")
 
     def stop(self) -> None:
         """Remove it; again is nothing."""

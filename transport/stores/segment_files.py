@@ -32,6 +32,7 @@ from transport.stores.frames import (
 
 SUFFIX = ".segment"
 SEALED_SUFFIX = ".sealed"
+PARQUET_MAGIC = b"PAR1"
 EPOCH_FILE = "epoch"
 
 
@@ -59,6 +60,15 @@ def sealed_name(first_position: int) -> str:
 
 def is_sealed(segment: Path) -> bool:
     return segment.suffix == SEALED_SUFFIX
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether the file begins as a Parquet file does, which is no segment and no text either."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+    except OSError:
+        return False
 
 
 def is_segment(path: Path) -> bool:

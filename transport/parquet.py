@@ -1,0 +1,233 @@
+"""A log written as Parquet: a stream of rows that DuckDB packs.
+
+Owns: the connection to DuckDB, the file's metadata, and the account of what is missing, which is
+the last row.
+Must not know: how such a file is read, or what is asked of it.
+
+The package is optional: without it every way in says which extra brings it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from lifecycle.forensics_values import Missing
+from transport import parquet_schema as schema
+from transport.forensics_read import Capture
+from transport.json_values import NUMBER_MAX
+from transport.jsonlines import UnknownRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import duckdb
+
+FLUSH_BYTES = 1 << 18
+TOLD_ENTRIES = 10_000
+
+
+class NoParquet(Exception):
+    """Parquet cannot be read or written here: its package is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__("Parquet needs the package duckdb, which the extra `parquet` brings")
+
+
+class NotWritten(OSError):
+    """DuckDB could not write the file."""
+
+
+@attrs.frozen
+class Means:
+    """What DuckDB may use: memory as it spells it ("4GB"), and a folder for what does not fit."""
+
+    memory_limit: str | None = None
+    temporary: Path | None = None
+
+
+MEANS = Means()
+
+
+def connect(means: Means = MEANS) -> duckdb.DuckDBPyConnection:
+    """A database in memory.  Raises `NoParquet`, or ValueError for a limit that is none."""
+    try:
+        import duckdb
+    except ImportError as error:
+        raise NoParquet from error
+    connection = duckdb.connect(":memory:")
+    # Nothing is fetched from anywhere, and nobody watches a bar that is not ours.
+    connection.execute("SET autoinstall_known_extensions = false")
+    connection.execute("SET enable_progress_bar = false")
+    try:
+        if means.memory_limit is not None:
+            connection.execute(f"SET memory_limit = {quoted(means.memory_limit)}")
+        if means.temporary is not None:
+            connection.execute(f"SET temp_directory = {quoted(str(means.temporary))}")
+    except duckdb.Error as error:
+        raise ValueError(str(error)) from error
+    return connection
+
+
+def quoted(text: str) -> str:
+    """As a string of SQL."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+# --- Writing ----------------------------------------------------------------------------------
+
+
+def write_parquet(
+    capture: Capture, output: Path, *, told: Callable[[int], None] = lambda _: None
+) -> int:
+    """Write a capture, whatever it lacks; `told` hears how far it is.  Returns the entries written.
+
+    Raises `NoParquet` or `NotWritten`; the output is there when all of it is.
+    """
+    partial = output.with_name(output.name + ".partial")
+    connection = connect()
+    try:
+        count = _copied(connection, capture, partial, told)
+        partial.replace(output)
+    finally:
+        connection.close()
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _copied(
+    connection: duckdb.DuckDBPyConnection,
+    capture: Capture,
+    path: Path,
+    told: Callable[[int], None],
+) -> int:
+    """Rows go through a pipe: this thread makes them, DuckDB reads and packs them meanwhile."""
+    source, sink = os.pipe()
+    failed: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            connection.execute(_copy_statement(capture, source, path))
+        except Exception as error:  # noqa: BLE001 - told where the rows come from
+            failed.append(error)
+        finally:
+            # Whoever still writes is told that nobody reads any more.
+            os.close(source)
+
+    thread = threading.Thread(target=copy, name="parquet")
+    thread.start()
+    count = 0
+    try:
+        with os.fdopen(sink, "wb", buffering=FLUSH_BYTES) as stream:
+            for count, line in _lines(capture):
+                stream.write(line)
+                if count % TOLD_ENTRIES == 0:
+                    told(count)
+    except BrokenPipeError as error:
+        thread.join()
+        raise _not_written(path, failed) from error
+    finally:
+        thread.join()
+    if failed:
+        raise _not_written(path, failed)
+    return count
+
+
+def _not_written(path: Path, failed: list[Exception]) -> NotWritten:
+    reason = str(failed[0]) if failed else "DuckDB stopped reading"
+    return NotWritten(f"{path}: {reason}")
+
+
+def _copy_statement(capture: Capture, source: int, path: Path) -> str:
+    columns = ", ".join(f"{quoted(n)}: {quoted(kind)}" for n, kind in schema.columns().items())
+    metadata = {
+        "format": schema.FORMAT,
+        "version": str(schema.VERSION),
+        "source": capture.source,
+        "foreign": str(capture.foreign).lower(),
+        "written_by": f"kv-custody {version('kv-custody')}",
+    }
+    pairs = ", ".join(f"{quoted(name)}: {quoted(value)}" for name, value in metadata.items())
+    return (
+        f"COPY (SELECT * FROM read_json('/dev/fd/{source}', format = 'newline_delimited', "
+        f"columns = {{{columns}}})) TO {quoted(str(path))} "
+        f"(FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2, KV_METADATA {{{pairs}}})"
+    )
+
+
+def _lines(capture: Capture) -> Iterator[tuple[int, bytes]]:
+    """How many entries there were so far, and each row as a line of JSON."""
+    count = 0
+    passed_over: list[UnknownRecord] = []
+    capture.passing_over = passed_over.append
+    beginning = _beginning(capture)
+    for position, entry in capture.opening():
+        yield count, _line(schema.row_of(position, entry, record=schema.KEPT))
+    for position, entry in capture:
+        # What could not be understood stands where it stood.
+        while passed_over:
+            yield count, _line(_unknown_row(passed_over.pop(0)))
+        count += 1
+        yield count, _line(schema.row_of(position, entry))
+    for one in passed_over:
+        yield count, _line(_unknown_row(one))
+    document = json.dumps({**beginning, **_end(capture, count)})
+    yield count, _line({"record": schema.ACCOUNT, "document": document})
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return (json.dumps(row, separators=(",", ":")) + "\n").encode()
+
+
+def _unknown_row(one: UnknownRecord) -> dict[str, Any]:
+    row = {
+        "record": schema.UNKNOWN,
+        "event": one.name,
+        "line": one.line,
+        "reason": one.reason,
+        "document": json.dumps(one.record),
+    }
+    # A position of a foreign record may be any number; the document has it in any case.
+    if one.position is not None and 0 <= one.position <= NUMBER_MAX:
+        row["position"] = one.position
+    return row
+
+
+def _beginning(capture: Capture) -> dict[str, Any]:
+    """What is known of a capture before anything of it was read."""
+    kept = capture.snapshot
+    return {
+        "claims_whole": capture.claims_whole,
+        "next_position": capture.next_position,
+        "missing_before": _gaps(capture.missing),
+        "snapshot": None
+        if kept is None
+        else {
+            "position": kept.position,
+            "time_ns": kept.time_ns,
+            "serials": [[*attrs.astuple(party), serial] for party, serial in kept.serials],
+        },
+    }
+
+
+def _end(capture: Capture, entries: int) -> dict[str, Any]:
+    """What a capture says of itself once everything was read."""
+    return {
+        "entries": entries,
+        "complete": capture.claims_whole,
+        "missing": _gaps(capture.missing),
+        "notes": capture.notes,
+        "problems": [[one.wrong.value, *attrs.astuple(one)[1:]] for one in capture.problems],
+        "head": None if capture.head is None else capture.head.hex(),
+    }
+
+
+def _gaps(missing: list[Missing]) -> list[list[Any]]:
+    return [[gap.first, gap.last, gap.reason] for gap in missing]
