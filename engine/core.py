@@ -36,6 +36,7 @@ from lifecycle.history import History
 from lifecycle.ids import FLEET, GrantId, PageRange, Party, RequestId, TokenRange
 from lifecycle.phases import TABLE
 from lifecycle.state import LIVE, Grant, Phase, RequestState, Settlement
+from lifecycle.wording import counted
 
 PROPOSALS_OUTSTANDING_MAX = 4096
 
@@ -356,7 +357,10 @@ class EngineCore(Generic[JobT]):
         mine = (len(tokens), self._digest(job.request, tokens))
         if mine == (admitted.prompt_tokens, admitted.prompt_digest):
             return True
-        message = f"{len(tokens)} prompt tokens came with an admission of {admitted.prompt_tokens}"
+        message = (
+            f"{counted(len(tokens), 'prompt token')} came with an admission of "
+            f"{admitted.prompt_tokens}"
+        )
         self.fail(job, Failed(Cause.PROMPT_MISMATCH, message))
         return False
 

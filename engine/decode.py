@@ -41,6 +41,7 @@ from lifecycle.events import (
 from lifecycle.fleet import may_fence
 from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange, count_pages
 from lifecycle.state import LIVE, Grant, Phase, RequestState, Settlement
+from lifecycle.wording import counted
 
 
 @attrs.frozen
@@ -284,7 +285,9 @@ class DecodeCore(EngineCore[DecodeJob]):
         )
         wanted = len(job.payload.tokens) - 1
         if sum(tokens.count for _, tokens, _, _ in writes) != wanted * len(grants):
-            message = f"every writer drained before {wanted} prompt tokens were covered"
+            message = (
+                f"every writer drained before all of {counted(wanted, 'prompt token')} was covered"
+            )
             self.fail(job, Failed(Cause.TRANSFER_FAILED, message))
             return
         job.verifying = True
@@ -316,7 +319,9 @@ class DecodeCore(EngineCore[DecodeJob]):
         if taken is None:
             self.waiting[state.request] = None
             if room <= self._position(job) and not self._coming_home():
-                self.propose(state, Failed(Cause.OUT_OF_PAGES, f"{pages} pages, {spare} spare"))
+                self.propose(
+                    state, Failed(Cause.OUT_OF_PAGES, f"{counted(pages, 'page')}, {spare} spare")
+                )
             return
         self.waiting.pop(state.request, None)
         tokens = TokenRange(room, room + count_pages(taken) * self.page_tokens)

@@ -18,6 +18,7 @@ from kernels.headers import HeaderMismatch
 from kernels.layout import PageLayout
 from lifecycle.events import Cause, Failed, Finished
 from lifecycle.ids import PageRange, RequestId
+from lifecycle.wording import counted
 
 Life = tuple[RequestId, int]
 """A request and its attempt: what a runner keeps state for."""
@@ -66,7 +67,9 @@ class GeometryMismatchError(ValueError):
     """Source and target of a copy name different numbers of pages: a defect of the caller."""
 
     def __init__(self, *, source_pages: int, target_pages: int) -> None:
-        super().__init__(f"{source_pages} source pages, {target_pages} target pages")
+        super().__init__(
+            f"{counted(source_pages, 'source page')}, {counted(target_pages, 'target page')}"
+        )
         self.source_pages = source_pages
         self.target_pages = target_pages
 

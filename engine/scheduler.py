@@ -45,6 +45,7 @@ from lifecycle.events import (
 from lifecycle.ids import FLEET, EngineId, Party, RequestId, request_id
 from lifecycle.snapshot import Snapshot, restore
 from lifecycle.state import TERMINAL, Phase
+from lifecycle.wording import counted
 
 ANSWERS_KEPT = 8192
 """How many answers per rank are kept for repeats; an engine has fewer proposals outstanding."""
@@ -336,7 +337,10 @@ class Scheduler(Judge):
         if refusal is not None:
             return refusal
         if self.queue.full:
-            reason = f"{len(self.queue)} requests wait in a queue of {self.queue.limit}"
+            reason = (
+                f"the queue of {self.queue.limit} is full: {counted(len(self.queue), 'request')} "
+                "waiting"
+            )
             return rejected(self.log, wanted, self.limits, RejectCode.QUEUE_FULL, reason)
         if wanted.deadline_ns <= self.now_ns:
             reason = f"the deadline {wanted.deadline_ns} ns has passed"

@@ -17,6 +17,7 @@ from engine.world_options import Options
 from engine.world_values import Action, Tokens
 from lifecycle.events import Proposal
 from lifecycle.ids import GrantId, Party, RequestId
+from lifecycle.wording import counted
 
 WRITES = frozenset({"land", "reland", "lie", "done", "failed", "fail", "doubt", "hang"})
 ENGINES = frozenset({"restart", "declare-lost", "rejoin"})
@@ -190,7 +191,8 @@ def describe(world: Any, action: Action) -> tuple[str, frozenset[RequestId]]:
     kind, *whom = action
     if kind == "submit":
         asked = world.scenario.asked[world.asked]
-        return f"a client asks: {asked.prompt_tokens} + {asked.new_tokens} tokens", frozenset()
+        new = counted(asked.new_tokens, "token")
+        return f"a client asks: {asked.prompt_tokens} + {new}", frozenset()
     if kind == "cancel":
         return f"the client of {request_label(world, whom[0])} leaves", frozenset(whom)  # type: ignore[arg-type]
     if kind == "verify":

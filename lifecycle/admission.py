@@ -12,6 +12,7 @@ from lifecycle.events import Admitted, Leg, RejectCode, Rejected, Role
 from lifecycle.fleet import Life
 from lifecycle.history import History
 from lifecycle.ids import RequestId, pages_for, prefill_pages, ranks_of
+from lifecycle.wording import counted
 
 
 @attrs.frozen
@@ -46,7 +47,8 @@ def refuse(history: History, wanted: Submission, limits: Limits) -> Rejected | N
             wanted,
             limits,
             RejectCode.INVALID_REQUEST,
-            f"{wanted.prompt_tokens} prompt tokens and {wanted.new_tokens_max} new tokens: "
+            f"{counted(wanted.prompt_tokens, 'prompt token')} and "
+            f"{counted(wanted.new_tokens_max, 'new token')}: "
             "each must be at least one",
         )
     if total > limits.context_tokens:
@@ -55,8 +57,9 @@ def refuse(history: History, wanted: Submission, limits: Limits) -> Rejected | N
             wanted,
             limits,
             RejectCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{wanted.prompt_tokens} prompt tokens and {wanted.new_tokens_max} new tokens "
-            f"exceed the context of {limits.context_tokens} tokens",
+            f"{counted(wanted.prompt_tokens, 'prompt token')} and "
+            f"{counted(wanted.new_tokens_max, 'new token')} "
+            f"exceed the context of {counted(limits.context_tokens, 'token')}",
             limits.context_tokens,
         )
     prefills, decodes = _lives(history, Role.PREFILL), _lives(history, Role.DECODE)
@@ -66,7 +69,7 @@ def refuse(history: History, wanted: Submission, limits: Limits) -> Rejected | N
             wanted,
             limits,
             RejectCode.NO_ENGINE,
-            f"{len(prefills)} prefill and {len(decodes)} decode engines are attached: "
+            f"{len(prefills)} prefill and {counted(len(decodes), 'decode engine')} attached: "
             "one of each is needed",
         )
     for lives, tokens, leg in (
@@ -82,8 +85,10 @@ def refuse(history: History, wanted: Submission, limits: Limits) -> Rejected | N
                 wanted,
                 limits,
                 RejectCode.KV_POOL_CAPACITY_EXCEEDED,
-                f"{wanted.prompt_tokens} prompt tokens and {wanted.new_tokens_max} new tokens "
-                f"need more than the {pool} tokens that the largest pool of a {leg} engine holds",
+                f"{counted(wanted.prompt_tokens, 'prompt token')} and "
+                f"{counted(wanted.new_tokens_max, 'new token')} "
+                f"need more than the {counted(pool, 'token')} that the largest pool of a {leg} "
+                "engine holds",
                 pool,
             )
     return None
@@ -161,8 +166,9 @@ def unplaceable(history: History, wanted: Submission) -> str | None:
             if p.layout == d.layout and fits and pages_for(total, d.page_tokens) <= d.pages:
                 return None
     return (
-        f"{source} prompt tokens and {wanted.new_tokens_max} new tokens fit no pair of the "
-        f"{len(prefills)} prefill and {len(decodes)} decode engines that take requests"
+        f"{counted(source, 'prompt token')} and {counted(wanted.new_tokens_max, 'new token')} "
+        "fit no pair of the "
+        f"{len(prefills)} prefill and {counted(len(decodes), 'decode engine')} that take requests"
     )
 
 

@@ -37,6 +37,7 @@ from lifecycle.fleet import FleetState, may_fence
 from lifecycle.ids import count_pages, mask_of
 from lifecycle.ledger import Ledger
 from lifecycle.state import RequestState, Settlement
+from lifecycle.wording import counted
 
 CrossCheck = Callable[["View", RequestState, Entry, Any], str | None]
 
@@ -89,7 +90,10 @@ def _legs_live(view: View, _state: RequestState, _entry: Entry, event: Admitted)
         if life.draining:
             return f"{leg.engine}/{leg.incarnation} is draining"
         if life.attached.role is not role or life.attached.ranks != leg.ranks:
-            return f"{leg.engine} does {life.attached.role.value} with {life.attached.ranks} ranks"
+            return (
+                f"{leg.engine} does {life.attached.role.value} with "
+                f"{counted(life.attached.ranks, 'rank')}"
+            )
     return None
 
 
@@ -116,7 +120,7 @@ def _legs_counted(view: View, _state: RequestState, _entry: Entry, event: Admitt
         capacity, free = _numbers(view.ledger, leg)
         if (leg.pages_capacity, leg.pages_free) != (capacity, free):
             return (
-                f"{leg.engine} has {free} pages free of {capacity}, "
+                f"{leg.engine} has {counted(free, 'page')} free of {capacity}, "
                 f"not {leg.pages_free} of {leg.pages_capacity}"
             )
     return None
@@ -135,7 +139,7 @@ def _slots(view: View, _state: RequestState, _entry: Entry, event: Admitted) -> 
         for party in leg.parties():
             account = view.ledger.get(party)
             if account is not None and len(account.booked) >= account.slots:
-                return f"{party} runs {len(account.booked)} requests of {account.slots}"
+                return f"{party} runs {counted(len(account.booked), 'request')} of {account.slots}"
     return None
 
 
@@ -180,7 +184,7 @@ def _promised(view: View, state: RequestState, _entry: Entry, event: Reserved) -
     count = count_pages(event.pages)
     room = account.promised(state.request) + account.free_pages
     if count > room:
-        return f"{count} pages are reserved of {room} booked or free"
+        return f"{counted(count, 'page')} reserved of {room} booked or free"
     return None
 
 

@@ -26,6 +26,7 @@ from lifecycle.events import (
 )
 from lifecycle.ids import FLEET, EngineId, GrantId
 from lifecycle.state import Violation
+from lifecycle.wording import counted
 
 
 @attrs.frozen
@@ -100,7 +101,7 @@ def _check(state: FleetState, entry: Entry, event: FleetEvent) -> tuple[str, str
             )
         if len(event.endpoints) != event.ranks:
             return "incarnation-fences", (
-                f"{len(event.endpoints)} endpoints for {event.ranks} ranks"
+                f"{counted(len(event.endpoints), 'endpoint')} for {counted(event.ranks, 'rank')}"
             )
         return None
     if newest is None or newest.attached.incarnation != event.incarnation or newest.lost:

@@ -25,6 +25,7 @@ from lifecycle.forensics_values import (
     Told,
 )
 from lifecycle.ids import RequestId
+from lifecycle.wording import counted
 
 SPEED_FACTOR = 8
 """A first token this many times sooner than usual for the prompt's length is a symptom."""
@@ -183,7 +184,7 @@ def _lengths(inquiry: Inquiry) -> list[Symptom]:
         if story.told is not Told.ANSWER or not declared or not handed:
             continue
         if abs(declared - handed) > LENGTHS_APART_MAX:
-            sentence = f"prefill handed {handed} tokens over, the prompt had {declared}"
+            sentence = f"prefill handed {counted(handed, 'token')} over, the prompt had {declared}"
             found.append(Symptom(story.request, "lengths_disagree", handed, declared, sentence))
     return found
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from lifecycle.events import Admitted, Entry, Requeued
 from lifecycle.ids import pages_for, prefill_pages
 from lifecycle.state import RequestState
+from lifecycle.wording import counted
 
 
 def context_fits(_state: RequestState, _entry: Entry, event: Admitted) -> str | None:
     total = event.prompt_tokens + event.new_tokens_max
     if total > event.context_tokens:
-        return f"{total} tokens in a context of {event.context_tokens}"
+        return f"{counted(total, 'token')} in a context of {event.context_tokens}"
     return None
 
 
@@ -22,7 +23,10 @@ def prefill_capacity(_state: RequestState, _entry: Entry, event: Admitted) -> st
     leg = event.prefill
     needed = prefill_pages(event.prompt_tokens, leg.page_tokens)
     if leg.pages_needed != needed or needed > leg.pages_capacity:
-        return f"prefill needs {needed} pages ({leg.pages_needed} said) of {leg.pages_capacity}"
+        return (
+            f"prefill needs {counted(needed, 'page')} ({leg.pages_needed} said) of "
+            f"{leg.pages_capacity}"
+        )
     return None
 
 
@@ -30,7 +34,10 @@ def decode_capacity(_state: RequestState, _entry: Entry, event: Admitted) -> str
     leg = event.decode
     needed = pages_for(event.prompt_tokens + event.new_tokens_max, leg.page_tokens)
     if leg.pages_needed != needed or needed > leg.pages_capacity:
-        return f"decode needs {needed} pages ({leg.pages_needed} said) of {leg.pages_capacity}"
+        return (
+            f"decode needs {counted(needed, 'page')} ({leg.pages_needed} said) of "
+            f"{leg.pages_capacity}"
+        )
     return None
 
 
@@ -39,9 +46,12 @@ def pages_booked(_state: RequestState, _entry: Entry, event: Admitted) -> str | 
     least_decode = pages_for(event.prompt_tokens, event.decode.page_tokens)
     for leg, least in ((event.prefill, least_prefill), (event.decode, least_decode)):
         if leg.pages_booked < least:
-            return f"{leg.pages_booked} pages are booked on {leg.engine}, the prompt needs {least}"
+            return (
+                f"{counted(leg.pages_booked, 'page')} booked on {leg.engine}, the prompt needs "
+                f"{least}"
+            )
         if leg.pages_booked > leg.pages_free:
-            return f"{leg.pages_booked} pages are booked out of {leg.pages_free} free"
+            return f"{counted(leg.pages_booked, 'page')} booked out of {leg.pages_free} free"
     return None
 
 
@@ -66,7 +76,8 @@ def continues(state: RequestState, _entry: Entry, event: Admitted) -> str | None
     room = state.first.new_tokens_max - state.relayed
     if (event.prompt_tokens, event.new_tokens_max) != (prompt, room):
         return (
-            f"the attempt continues with {event.prompt_tokens} + {event.new_tokens_max} tokens, "
+            f"the attempt continues with {event.prompt_tokens} + "
+            f"{counted(event.new_tokens_max, 'token')}, "
             f"not {prompt} + {room}"
         )
     return None
@@ -90,7 +101,7 @@ def relayed_counts_on(state: RequestState, _entry: Entry, event: Requeued) -> st
     most = state.first.new_tokens_max
     if not state.relayed <= event.tokens_relayed < most:
         return (
-            f"{event.tokens_relayed} tokens were relayed after {state.relayed}, "
+            f"{counted(event.tokens_relayed, 'token')} relayed after {state.relayed}, "
             f"and at least one of {most} must be left"
         )
     return None

@@ -20,6 +20,7 @@ from lifecycle.events import (
 )
 from lifecycle.ids import TokenRange, count_pages
 from lifecycle.state import Grant, Phase, RequestState, Settlement
+from lifecycle.wording import counted
 
 
 def _start_stop(tokens: TokenRange) -> tuple[int, int]:
@@ -42,7 +43,7 @@ def _covered(grant: Grant, prompt_tokens: int) -> str | None:
 def all_grants(state: RequestState, _entry: Entry, event: Verified) -> str | None:
     destinations = state.current(Purpose.DESTINATION)
     if set(event.grants) != {g.id for g in destinations}:
-        return f"{len(event.grants)} grants are verified of {len(destinations)}"
+        return f"{counted(len(event.grants), 'grant')} verified of {len(destinations)}"
     return None
 
 
@@ -87,29 +88,35 @@ def pages_checked(state: RequestState, _entry: Entry, event: Verified) -> str | 
         for one in grant.written:
             written += count_pages(one.transfer.pages)
     if event.pages != written:
-        return f"{event.pages} pages were verified of {written} written"
+        return f"{counted(event.pages, 'page')} verified of {written} written"
     if event.headers_checked < event.pages or event.digests_checked < event.pages:
         return (
-            f"{event.headers_checked} headers and {event.digests_checked} digests "
-            f"were compared on {event.pages} pages"
+            f"{counted(event.headers_checked, 'header')} and "
+            f"{counted(event.digests_checked, 'digest')} "
+            f"compared on {counted(event.pages, 'page')}"
         )
     return None
 
 
 def reads_checked(state: RequestState, _entry: Entry, event: Finished) -> str | None:
     if event.reads_unchecked:
-        return f"{event.reads_unchecked} reads went unchecked beside {event.reads_checked}"
+        return (
+            f"{counted(event.reads_unchecked, 'read')} went unchecked beside {event.reads_checked}"
+        )
     held = 0
     for grant in state.current(Purpose.DESTINATION) + state.current(Purpose.GROWTH):
         held += count_pages(grant.reserved.pages)
     if event.pages_read > held:
-        return f"{event.pages_read} pages were read of {held} granted"
+        return f"{counted(event.pages_read, 'page')} read of {held} granted"
     return None
 
 
 def finished_length(state: RequestState, _entry: Entry, event: Finished) -> str | None:
     if state.admitted is not None and event.tokens > state.admitted.new_tokens_max:
-        return f"{event.tokens} new tokens where {state.admitted.new_tokens_max} are allowed"
+        return (
+            f"{counted(event.tokens, 'new token')} where {state.admitted.new_tokens_max} are "
+            "allowed"
+        )
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from lifecycle.events import ByEngine, Drained, Entry, Purpose, Reserved, Transferred
 from lifecycle.ids import count_pages, pages_for, slice_pages
 from lifecycle.state import Phase, RequestState, Settlement
+from lifecycle.wording import counted
 
 
 def granted_once(state: RequestState, _entry: Entry, event: Reserved) -> str | None:
@@ -22,7 +23,7 @@ def grant_fits(state: RequestState, _entry: Entry, event: Reserved) -> str | Non
         return None
     room = count_pages(event.pages) * state.admitted.decode.page_tokens
     if event.tokens.count > room:
-        return f"{event.tokens.count} tokens do not fit the {room} of the grant's pages"
+        return f"{counted(event.tokens.count, 'token')} in a grant whose pages hold {room}"
     return None
 
 

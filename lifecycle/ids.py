@@ -12,6 +12,8 @@ from typing import NewType
 
 import attrs
 
+from lifecycle.wording import counted
+
 RequestId = NewType("RequestId", str)
 EngineId = NewType("EngineId", str)
 
@@ -168,7 +170,9 @@ def slice_pages(ranges: tuple[PageRange, ...], *, start: int, stop: int) -> tupl
     Raises ValueError when the ranges hold fewer than `stop` pages.
     """
     if stop > count_pages(ranges):
-        msg = f"logical page {stop - 1} is outside a grant of {count_pages(ranges)} pages"
+        msg = (
+            f"logical page {stop - 1} is outside a grant of {counted(count_pages(ranges), 'page')}"
+        )
         raise ValueError(msg)
     if start <= 0 and stop == count_pages(ranges):
         return ranges

@@ -77,7 +77,7 @@ def test_illegal_entries_are_not_counted_and_change_the_exit_code(
     assert cli.run(["metrics", str(path)]) == 1
     said = capsys.readouterr()
     assert from_the_log(said.out)["custody_grants_total[('purpose', 'destination')]"] == 1
-    assert "1 request(s) with a violation" in said.err
+    assert "1 request with a violation" in said.err
 
 
 def test_a_log_with_something_missing_says_so(tmp_path: Path, capsys: Capsys) -> None:

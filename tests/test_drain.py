@@ -97,7 +97,7 @@ async def test_a_wait_has_an_end(model: Path, capsys: pytest.CaptureFixture[str]
         verb = Verb(here, "drain", "decode", "--wait", "--timeout", "0.1")
         await verb.ended.wait()
         assert verb.code == 1
-        assert "decode still has 1 requests after 0.1 s" in capsys.readouterr().err
+        assert "decode still has 1 request after 0.1 s" in capsys.readouterr().err
         here.decode.go_on()
         assert await last(call) == "outcome"
 

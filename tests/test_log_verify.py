@@ -308,7 +308,7 @@ def test_the_verb_locates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     put(tmp_path, [*parts[:2], *parts[3:]])
     code, text, document = verified(tmp_path, capsys)
     assert code == 1
-    assert "positions 7 to 9: missing: 3 entries are missing before it" in text
+    assert "positions 7 to 9: missing: 3 entries missing before it" in text
     assert document["problems"][0]["wrong"] == "missing"
 
 

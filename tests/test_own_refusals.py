@@ -29,7 +29,7 @@ def _compares_too_little(driver: Driver) -> None:
     [
         (
             _reads_too_much,
-            "Finished breaks read-what-was-written/reads: 99 pages were read of 5 granted",
+            "Finished breaks read-what-was-written/reads: 99 pages read of 5 granted",
         ),
         (
             _reads_unchecked,
@@ -37,7 +37,7 @@ def _compares_too_little(driver: Driver) -> None:
         ),
         (
             _compares_too_little,
-            "Verified breaks read-what-was-written/verified: 5 pages were verified of 2 written",
+            "Verified breaks read-what-was-written/verified: 5 pages verified of 2 written",
         ),
     ],
 )

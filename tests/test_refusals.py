@@ -148,9 +148,9 @@ def test_every_rejection_repeats_its_numbers() -> None:
     }
     messages = {
         RejectCode.INVALID_REQUEST: "the id at index 23",
-        RejectCode.CONTEXT_LENGTH_EXCEEDED: "9 prompt tokens and 1 new tokens exceed 8",
-        RejectCode.KV_POOL_CAPACITY_EXCEEDED: "9 prompt tokens and 1 new tokens, pool of 7",
-        RejectCode.QUEUE_FULL: "17 requests wait in a queue of 18",
+        RejectCode.CONTEXT_LENGTH_EXCEEDED: "9 prompt tokens and 1 new token exceed 8",
+        RejectCode.KV_POOL_CAPACITY_EXCEEDED: "9 prompt tokens and 1 new token, pool of 7",
+        RejectCode.QUEUE_FULL: "the queue of 18 is full: 17 requests waiting",
         RejectCode.QUEUE_TIMEOUT: "longer than the 19 ns",
         RejectCode.NO_ENGINE: "20 prefill and 21 decode engines",
         RejectCode.DEADLINE: "the deadline 22 ns has passed",

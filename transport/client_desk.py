@@ -205,7 +205,8 @@ class ClientDesk:
         tokens, texts, logprobs = batch.token_ids, batch.texts, batch.logprobs
         if len(texts) != len(tokens) or len(logprobs) not in {0, len(tokens)}:
             raise ValueError(
-                f"{len(tokens)} tokens came with {len(texts)} texts and {len(logprobs)} logprobs"
+                f"tokens: {len(tokens)}, texts: {len(texts)}, logprobs: {len(logprobs)}; "
+                "each token has one of each"
             )
         longest = max(map(len, texts), default=0)
         if longest > TOKEN_CHARACTERS_MAX:

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lifecycle.wording import counted
 from transport.commands_forensics import opened
 from transport.commands_log import log_app
 from transport.commands_shared import (
@@ -81,7 +82,7 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
             }
             say_json(written)
         else:
-            say(f"{count} entries written to {output}; the chain ends with {head.hex()}")
+            say(f"{counted(count, 'entry')} written to {output}; the chain ends with {head.hex()}")
             for one in capture.unknown:
                 say(f"left out: line {one.line}: {one.reason}")
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
@@ -110,7 +111,7 @@ def export_parquet(
             }
             say_json(written)
         else:
-            say(f"{count} entries written to {output}, {size} bytes")
+            say(f"{counted(count, 'entry')} written to {output}, {size} bytes")
             for one in capture.missing:
                 last = "an unknown end" if one.last is None else one.last
                 say(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from lifecycle.wording import counted
 from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
@@ -93,12 +94,12 @@ def _wait(
                 note(f"custody: {engine}/{incarnation} was lost before it was drained")
                 return None
             left: int = found.requests
-            waiting.say(f"{engine} has {left} requests left")
+            waiting.say(f"{engine} has {counted(left, 'request')} left")
             if left == 0:
                 return 0
             if until is not None and time.monotonic() >= until:
                 waiting.stop()
-                note(f"custody: {engine} still has {left} requests after {timeout:g} s")
+                note(f"custody: {engine} still has {counted(left, 'request')} after {timeout:g} s")
                 return left
             time.sleep(ASK_SECONDS)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from lifecycle.wording import counted
 from transport.commands_bench import bench_app
 from transport.commands_forensics import From, Requests, expect_known, opened
 from transport.commands_shared import (
@@ -74,7 +75,10 @@ def slice_log(
             failed += found is None
             _say_slice(finding, found, output, capture, json=json)
         if not json:
-            say(f"{len(wanted) - failed} of {len(wanted)} violations sliced into {output}")
+            say(
+                f"{len(wanted) - failed} of {counted(len(wanted), 'violation')} sliced into "
+                f"{output}"
+            )
         if failed:
             return EXIT_FAILED
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
@@ -112,9 +116,9 @@ def _say_slice(
         }
         say_json(one)
     else:
-        say(f"{path}: {violation.rule} of {violation.request} in {count} entries")
+        say(f"{path}: {violation.rule} of {violation.request} in {counted(count, 'entry')}")
         if count > SLICE_EVENTS_MAX:
-            note(f"{path}: {count} entries are more than {SLICE_EVENTS_MAX}")
+            note(f"{path}: {counted(count, 'entry')} are more than {SLICE_EVENTS_MAX}")
 
 
 @bundle_app.default
@@ -182,7 +186,10 @@ def bundle(
             }
             say_json(written)
         else:
-            say(f"{len(data)} bytes written to {output}{'' if key is None else ', signed'}")
+            say(
+                f"{counted(len(data), 'byte')} written to "
+                f"{output}{'' if key is None else ', signed'}"
+            )
             if not clear:
                 say(f"clear values are in its {archive.IDENTITIES}, which may be taken out")
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
@@ -240,7 +247,7 @@ def verify(
                 f"affected answers: at least {affected['least']}, at most {affected['most']}; "
                 f"requests with a violation: {checked.verdict['violations']}"
             )
-        say("intact" if not checked.problems else f"{len(checked.problems)} problem(s)")
+        say("intact" if not checked.problems else counted(len(checked.problems), "problem"))
     return EXIT_FAILED if checked.problems else EXIT_OK
 
 
@@ -264,7 +271,8 @@ def bench_forensics(*, entries: int = 100_000, json: Json = False) -> int:
         say_json(document)
         return EXIT_OK
     say(
-        f"{document['entries']} entries, {document['page_events']} page events; an entry takes "
+        f"{counted(document['entries'], 'entry')}, "
+        f"{counted(document['page_events'], 'page event')}; an entry takes "
         f"{document['bytes_per_entry_hot']} bytes, sealed {document['bytes_per_entry_sealed']}"
     )
     for one in document["measured"]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from lifecycle.ids import RequestId
+from lifecycle.wording import counted
 from transport.commands_log import UnknownRequest, log_app
 from transport.commands_shared import (
     CALL,
@@ -286,7 +287,7 @@ def timeline(
             }
             say_json(written)
         else:
-            say(f"{len(drawn.shown)} of {drawn.total} entries drawn in {output}")
+            say(f"{len(drawn.shown)} of {counted(drawn.total, 'entry')} drawn in {output}")
             if perfetto is not None:
                 say(f"the same as a Perfetto trace in {perfetto}")
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
@@ -326,7 +327,9 @@ def verify(log: Path, /, *, head: str | None = None, json: Json = False) -> int:
         except ValueError as error:
             raise UsageError(f"--head {head!r}: is not hexadecimal") from error
         if len(expected) != HASH_BYTES:
-            raise UsageError(f"--head: {len(expected)} bytes are no hash of {HASH_BYTES}")
+            raise UsageError(
+                f"--head: {counted(len(expected), 'byte')} are no hash of {HASH_BYTES}"
+            )
     with opened(log) as capture:
         capture.expected_head = expected
         for _ in capture:

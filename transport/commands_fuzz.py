@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from lifecycle.wording import counted
 from transport.commands_shared import (
     EXIT_FAILED,
     EXIT_OK,
@@ -204,7 +205,7 @@ def _print_finding(finding: Finding, paths: list[Path]) -> None:
         say(line)
     before, after = len(finding.whole.actions), len(finding.small.actions)
     say(
-        f"seed {finding.seed} of {finding.where}; {before} actions reduced to {after} "
+        f"seed {finding.seed} of {finding.where}; {counted(before, 'action')} reduced to {after} "
         f"in {finding.minimise_s:.2f} s"
     )
     say(f"replay: custody replay {paths[0]}")
@@ -337,7 +338,7 @@ def _hunt(
             Case(
                 f"mutant {row.name}",
                 sum(trial.cpu_s for trial in row.trials),
-                "" if row.good else f"found in {row.found} of {len(row.trials)} trials",
+                "" if row.good else f"found in {row.found} of {counted(len(row.trials), 'trial')}",
                 ", ".join(row.rules),
             )
             for row in rows

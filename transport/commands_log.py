@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from lifecycle.wording import counted
 from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
@@ -242,7 +243,7 @@ def export(
     else:
         with output.open("w", encoding="utf-8") as stream:
             write_jsonlines(stream, entries, complete=complete)
-        note(f"{len(entries)} entries written to {output}")
+        note(f"{counted(len(entries), 'entry')} written to {output}")
     return EXIT_OK
 
 

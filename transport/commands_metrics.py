@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from lifecycle.wording import counted
 from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
@@ -79,7 +80,10 @@ def _of_log(file: Path) -> tuple[str, int]:
         note("incomplete: what is missing is not counted")
         return text, EXIT_UNREADABLE
     if not report.clean:
-        counted = "counted as they stand" if capture.foreign else "not counted"
-        note(f"{len(report.findings)} request(s) with a violation; illegal entries are {counted}")
+        how = "counted as they stand" if capture.foreign else "not counted"
+        note(
+            f"{counted(len(report.findings), 'request')} with a violation; "
+            f"illegal entries are {how}"
+        )
         return text, EXIT_FAILED
     return text, EXIT_OK

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lifecycle.wording import counted
 from transport.commands_shared import (
     EXIT_FAILED,
     EXIT_OK,
@@ -155,12 +156,13 @@ def _value(preset: str, cluster: Cluster, summary: Summary) -> dict[str, Any]:
 def _print(preset: str, cluster: Cluster, summary: Summary) -> None:
     say(
         f"{preset}: context {cluster.context_tokens:,}, "
-        f"{cluster.prefill_engines} prefill of {cluster.prefill_pool_tokens:,} tokens, "
+        f"{cluster.prefill_engines} prefill of "
+        f"{counted(cluster.prefill_pool_tokens, 'token', ',')}, "
         f"{cluster.decode_engines} decode of {cluster.decode_pool_tokens:,}"
     )
     say(
-        f"{summary.requests:,} requests in {summary.virtual_s:,.1f} virtual seconds: "
-        f"{summary.finished:,} finished with {summary.tokens:,} tokens, "
+        f"{counted(summary.requests, 'request', ',')} in {summary.virtual_s:,.1f} virtual seconds: "
+        f"{summary.finished:,} finished with {counted(summary.tokens, 'token', ',')}, "
         f"{sum(summary.rejected.values()):,} rejected, {sum(summary.aborted.values()):,} aborted, "
         f"{summary.requeued:,} requeued"
     )
@@ -216,8 +218,8 @@ def fuzz_simulated(
         say(f"again:  custody fuzz --simulate --seed {small.plan.seed} --runs 1")
         say(f"file:   {_write_log(small)}")
     say(
-        f"seed {seed}: {report.runs} runs, {report.requests:,} requests, "
-        f"{report.entries:,} log entries, {report.virtual_s:,.0f} virtual seconds, "
+        f"seed {seed}: {counted(report.runs, 'run')}, {counted(report.requests, 'request', ',')}, "
+        f"{counted(report.entries, 'log entry', ',')}, {report.virtual_s:,.0f} virtual seconds, "
         f"{report.cpu_s:.1f} CPU seconds, {report.requests_per_cpu_s:.0f} requests a CPU second"
     )
     say("found" if small is not None else "nothing found")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 from cyclopts import Parameter
 
+from lifecycle.wording import counted
 from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
@@ -193,7 +194,7 @@ def print_answer(
                 case "admission":
                     admission = response.admission
                     tokens, engine = admission.prompt_tokens, admission.prefill_engine
-                    waiting.say(f"prefill of {tokens} tokens by {engine}")
+                    waiting.say(f"prefill of {counted(tokens, 'token')} by {engine}")
                 case "chunk":
                     waiting.stop()
                     texts.append(response.chunk.text)
@@ -217,9 +218,10 @@ def _print_step(response: GenerateResponse, *, json: bool) -> None:
         outcome = response.outcome
         if sys.stderr.isatty():
             note(
-                f"{outcome.usage.prompt_tokens} prompt tokens, {outcome.usage.new_tokens} new, "
+                f"{counted(outcome.usage.prompt_tokens, 'prompt token')}, "
+                f"{outcome.usage.new_tokens} new, "
                 f"first after {outcome.time_to_first_token_ns / NANOSECONDS:.2f} s, "
-                f"{outcome.attempts} attempt(s)"
+                f"{counted(outcome.attempts, 'attempt')}"
             )
 
 

@@ -135,7 +135,7 @@ def read_credentials(path: Path) -> tuple[Credential, ...]:
     if values or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise CredentialsError(path, "holds nothing but [[credential]] tables")
     if len(tables) > ENTRIES_MAX:
-        raise CredentialsError(path, f"{len(tables)} entries exceed the limit of {ENTRIES_MAX}")
+        raise CredentialsError(path, f"{len(tables)} of them exceed the limit of {ENTRIES_MAX}")
     entries = [_entry(path, number, table) for number, table in enumerate(tables, start=1)]
     _differ(path, entries)
     return tuple(entries)

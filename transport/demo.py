@@ -19,6 +19,7 @@ from lifecycle.events import Admitted, Rejected, Released
 from lifecycle.history import History
 from lifecycle.replay import Replayer
 from lifecycle.tally import Tally
+from lifecycle.wording import counted
 from transport import render
 from transport.child import Child, ChildFailed
 from transport.client import Client, Refused, Unreachable
@@ -158,12 +159,13 @@ def _answer(story: Story, client: Client) -> str:
     if outcome is None:
         raise Differs("the answer ends with its outcome")
     story.say(
-        f"request {name}: {outcome.usage.prompt_tokens} prompt tokens, "
+        f"request {name}: {counted(outcome.usage.prompt_tokens, 'prompt token')}, "
         f"{outcome.usage.new_tokens} new, the first after "
         f"{outcome.time_to_first_token_ns / 1e9:.2f} s"
     )
     story.check(
-        f"the answer came in {messages} messages, at least {MESSAGES_MIN}", messages >= MESSAGES_MIN
+        f"the answer came in {counted(messages, 'message')}, at least {MESSAGES_MIN}",
+        messages >= MESSAGES_MIN,
     )
     story.check(f"the answer holds {ANSWER_HOLDS!r}", ANSWER_HOLDS in text)
     return name
@@ -202,7 +204,7 @@ def _show_log(story: Story, client: Client, request: str) -> None:
 
 def _refusal(story: Story, client: Client, context: int) -> None:
     tokens = context + 1
-    story.heading(f"Asking with a prompt of {tokens} tokens, which can never fit")
+    story.heading(f"Asking with a prompt of {counted(tokens, 'token')}, which can never fit")
     before = _free_pages(client.status())
     request = GenerateRequest(token_ids=TokenIds(ids=[1] * tokens))
     started = time.monotonic()

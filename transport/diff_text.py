@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lifecycle.forensics_diff import Difference, Divergence
+from lifecycle.wording import counted
 
 LINES_SHOWN = 20
 
@@ -23,12 +24,12 @@ def difference_lines(found: Difference) -> Iterator[str]:
     if len(found.divergences) > LINES_SHOWN:
         yield f"... and {len(found.divergences) - LINES_SHOWN} more; --json has them all"
     for field, count in _by_field(found)[:LINES_SHOWN]:
-        yield f"first apart in {field}: {count} requests"
+        yield f"first apart in {field}: {counted(count, 'request')}"
     for side, requests in (("left", found.only_left), ("right", found.only_right)):
         if requests:
             shown = ", ".join(requests[:5])
-            yield f"only in the {side} log: {len(requests)} requests, such as {shown}"
-    yield f"{found.compared} requests in both, {len(found.divergences)} of them differ"
+            yield f"only in the {side} log: {counted(len(requests), 'request')}, such as {shown}"
+    yield f"{counted(found.compared, 'request')} in both, {len(found.divergences)} of them differ"
     yield "the same" if found.same else "different"
 
 

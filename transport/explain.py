@@ -35,6 +35,7 @@ from lifecycle.forensics_values import Response, Source, Told
 from lifecycle.ids import GrantId, PageRange, RequestId, TokenRange, count_pages
 from lifecycle.replay import Replayer
 from lifecycle.rules import RULES
+from lifecycle.wording import counted
 from transport.forensics_read import Capture
 from transport.forensics_text import (
     DOUBTS,
@@ -139,7 +140,8 @@ def _sentence(entry: Entry, grants: dict[GrantId, Reserved]) -> str:
             total = event.prompt_tokens + event.new_tokens_max
             return (
                 f"It was admitted as attempt {entry.attempt} for tenant {event.tenant}: "
-                f"{event.prompt_tokens} prompt tokens and at most {event.new_tokens_max} new ones "
+                f"{counted(event.prompt_tokens, 'prompt token')} and at most "
+                f"{counted(event.new_tokens_max, 'new one')} "
                 f"are {total} in a context of {event.context_tokens}; "
                 f"{_leg(event.prefill)}; {_leg(event.decode)}."
             )
@@ -163,13 +165,14 @@ def _sentence(entry: Entry, grants: dict[GrantId, Reserved]) -> str:
             return f"{event.party} {how}, for {_named(event.grant, grants)}."
         case Verified():
             return (
-                f"Decode began to read: it compared {event.headers_checked} headers and "
-                f"{event.digests_checked} digests on {event.pages} pages ({event.method})."
+                f"Decode began to read: it compared {counted(event.headers_checked, 'header')} and "
+                f"{counted(event.digests_checked, 'digest')} on {counted(event.pages, 'page')} "
+                f"({event.method})."
             )
         case Requeued():
             return (
                 f"The attempt ended without an answer ({event.cause.value}, reported by "
-                f"{event.reported_by}); {event.tokens_relayed} tokens had gone out."
+                f"{event.reported_by}); {counted(event.tokens_relayed, 'token')} had gone out."
             )
         case Quarantined():
             return f"{_named(event.grant, grants)} went out of circulation ({event.cause.value})."
@@ -185,14 +188,16 @@ def _rejected(event: Rejected) -> str:
     limit = f", the limit compared was {event.capacity_tokens}" if event.capacity_tokens else ""
     return (
         f"It was rejected ({event.code.value}) for tenant {event.tenant}: {event.reason}; "
-        f"the prompt has {event.prompt_tokens} tokens, {event.new_tokens_max} new ones were asked "
+        f"the prompt has {counted(event.prompt_tokens, 'token')}, with "
+        f"{counted(event.new_tokens_max, 'new one')} asked "
         f"for, the context is {event.context_tokens}{limit}."
     )
 
 
 def _leg(leg: Leg) -> str:
     return (
-        f"{leg.engine} needed {leg.pages_needed} pages, booked {leg.pages_booked}, and had "
+        f"{leg.engine} needed {counted(leg.pages_needed, 'page')}, booked {leg.pages_booked}, "
+        "and had "
         f"{leg.pages_free} free of {leg.pages_capacity}"
     )
 
@@ -206,7 +211,7 @@ def _pages(pages: Sequence[PageRange]) -> str:
     first = pages[0]
     if len(pages) == 1:
         return f"pages {first.first} to {first.stop - 1}" if count > 1 else f"page {first.first}"
-    return f"{count} pages in {len(pages)} runs from page {first.first} on"
+    return f"{counted(count, 'page')} in {counted(len(pages), 'run')} from page {first.first} on"
 
 
 def _named(grant: GrantId, grants: dict[GrantId, Reserved]) -> str:
@@ -261,7 +266,9 @@ def _reads(response: Response | None) -> Iterator[Sentence]:
     more = f" and of {len(most) - 5} more" if len(most) > 5 else ""
     stale = max(read.stale_ns for read in response.reads)
     age = f"; the oldest were {duration(stale)} old" if stale else ""
-    text = f"It read {response.tokens} tokens that it had not written: {shown}{more}{age}."
+    text = (
+        f"It read {counted(response.tokens, 'token')} that it had not written: {shown}{more}{age}."
+    )
     yield Sentence(0, 0, text)
 
 
@@ -281,8 +288,8 @@ def _told(
         waited = event.first_token_ns - own[0][1].time_ns
         first = f", the first after {duration(waited)}" if waited > 0 else ""
         words = (
-            f"The client was told success (HTTP {HTTP_ANSWER}) with {event.tokens} new "
-            f"tokens{first} ({event.reason.value})."
+            f"The client was told success (HTTP {HTTP_ANSWER}) with "
+            f"{counted(event.tokens, 'new token')}{first} ({event.reason.value})."
         )
     elif isinstance(event, Aborted):
         part = "after a part of an answer" if told is Told.PART else "without an answer"

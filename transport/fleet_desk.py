@@ -22,6 +22,7 @@ from engine.scheduler import RefusedEngineError
 from lifecycle.events import Attached, Lost, LostCause
 from lifecycle.ids import EngineId, Party, RequestId
 from lifecycle.state import LIVE, RequestState, Settlement
+from lifecycle.wording import counted
 from transport import codec
 from transport.codec_values import FENCE_SCOPES, ROLES
 from transport.fleet_streams import FleetStreams, Link, Rank
@@ -182,7 +183,8 @@ class FleetDesk:
             return pb.ATTACH_REFUSAL_INCOMPATIBLE, message
         context, pool = self.owner.context_wanted, attached.pages * attached.page_tokens
         if context is not None and context > pool:
-            message = f"the pool of {name} holds {pool} tokens, less than the context of {context}"
+            holds = counted(pool, "token")
+            message = f"the pool of {name} holds {holds}, less than the context of {context}"
             return pb.ATTACH_REFUSAL_INCOMPATIBLE, message
         if hello.tokenizer and hello.tokenizer != self._tokenizer:
             message = f"the tokenizer {hello.tokenizer} of {name} is not {self._tokenizer}"

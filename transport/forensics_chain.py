@@ -20,6 +20,7 @@ from pathlib import Path
 import attrs
 
 from engine.store import StoreDamaged
+from lifecycle.wording import counted
 from transport import codec
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import sealed, segment_files
@@ -283,7 +284,7 @@ class Survey:
             self._at(Wrong.DAMAGED, link, str(error))
             return None
         if len(entries) != frame.count:
-            reason = f"holds {len(entries)} entries, its header says {frame.count}"
+            reason = f"holds {counted(len(entries), 'entry')}, its header says {frame.count}"
             self._at(Wrong.DAMAGED, link, reason)
         self._clock(link, entries)
         self.entries += len(entries)
@@ -387,5 +388,5 @@ class Survey:
 
     def _gap(self, link: _Link, reached: int) -> None:
         gone = link.first - reached - 1
-        reason = f"{gone} entries are missing before it"
+        reason = f"{counted(gone, 'entry')} missing before it"
         self._found(Wrong.MISSING, link.segment, link.offset, reached + 1, link.first - 1, reason)

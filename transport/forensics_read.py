@@ -19,6 +19,7 @@ from engine.store import Stored, StoreDamaged
 from lifecycle.events import Entry
 from lifecycle.forensics_values import Missing
 from lifecycle.snapshot import Snapshot
+from lifecycle.wording import counted
 from transport import codec, jsonlines
 from transport.codec_values import MalformedRecord
 from transport.forensics_chain import Problem, Survey, Wrong
@@ -219,7 +220,9 @@ class LinesCapture(Capture):
             self.missing.append(Missing(count + 1, self._declared, "the header counts them"))
         elif self._declared is not None and count > self._declared:
             self.claims_whole = False
-            self.notes.append(f"{count} entries follow a header that counts {self._declared}")
+            self.notes.append(
+                f"{counted(count, 'entry')} behind a header that counts {self._declared}"
+            )
 
     def _order(self, line: int, one: Stored, time_ns: int) -> None:
         """Lines have no chain; their positions and times are all there is to compare."""

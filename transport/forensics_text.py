@@ -21,6 +21,7 @@ from lifecycle.forensics_values import (
     Threshold,
     Told,
 )
+from lifecycle.wording import counted
 from transport.forensics_read import Capture
 from transport.render import clock
 
@@ -86,7 +87,7 @@ def exposure_lines(capture: Capture, found: Exposures, *, reads: bool) -> Iterat
     if capture.foreign:
         yield f"foreign log of {capture.source}: it was made by another system and entered unchecked"
     window = f"{clock(found.first_ns)} to {clock(found.last_ns)}" if found.entries else "no time"
-    yield f"{found.entries} entries of {found.requests} requests, {window}"
+    yield f"{counted(found.entries, 'entry')} of {counted(found.requests, 'request')}, {window}"
     yield f"answers: {found.answers}"
     yield f"affected answers: {bounds(found.affected)}"
     yield f"exposed requests: {bounds(found.exposed)}"
@@ -102,12 +103,14 @@ def exposure_lines(capture: Capture, found: Exposures, *, reads: bool) -> Iterat
     for threshold in found.thresholds:
         yield threshold_line(threshold)
     for pair in found.pairs[:LINES_SHOWN]:
-        yield f"tenant {pair.reader} read bytes of {pair.writer}: {pair.responses} answers"
+        yield (
+            f"tenant {pair.reader} read bytes of {pair.writer}: {counted(pair.responses, 'answer')}"
+        )
     yield from _cut(len(found.pairs), "pairs of tenants")
     for kind in sorted({s.kind for s in found.symptoms}):
         seen = {s.request for s in found.symptoms if s.kind == kind}
         among = len(seen & {r.request for r in certain})
-        yield f"symptom {kind}: {len(seen)} answers, {among} of them affected"
+        yield f"symptom {kind}: {counted(len(seen), 'answer')}, {among} of them affected"
     for response in found.responses[:LINES_SHOWN]:
         yield from _response_lines(response, reads=reads)
     yield from _cut(len(found.responses), "responses")
@@ -122,7 +125,8 @@ def _cut(count: int, what: str) -> Iterator[str]:
 def threshold_line(threshold: Threshold) -> str:
     """Where the affected begin."""
     pools = "".join(
-        f"; the pool of {engine} holds {tokens} tokens" for engine, tokens in threshold.pools
+        f"; the pool of {engine} holds {counted(tokens, 'token')}"
+        for engine, tokens in threshold.pools
     )
     return (
         f"threshold: every affected answer has {threshold.quantity} of {threshold.above} or more, "
@@ -150,8 +154,9 @@ def _response_lines(response: Response, *, reads: bool) -> Iterator[str]:
     writers = {read.writer for read in response.reads if read.writer is not None}
     stale = max(read.stale_ns for read in response.reads)
     yield (
-        f"  read {response.tokens} tokens in {len(response.reads)} runs that it had not written: "
-        f"{len(writers)} earlier requests, the oldest bytes {duration(stale)} old"
+        f"  read {counted(response.tokens, 'token')} in {counted(len(response.reads), 'run')} "
+        "that it had not written: "
+        f"{counted(len(writers), 'earlier request')}, the oldest bytes {duration(stale)} old"
     )
     if reads:
         for read in response.reads:

@@ -15,6 +15,7 @@ import attrs
 
 from engine.trace import Replayed, TraceFile
 from lifecycle.rules import RULES
+from lifecycle.wording import counted
 from transport.fuzz_values import Finding, Report
 
 
@@ -22,7 +23,8 @@ def finding_sentence(finding: Finding) -> str:
     """What was found, in one sentence: oracle, pages, requests, rule."""
     asked = finding.small.scenario.asked
     sizes = ", ".join(
-        f"r{n} {one.prompt_tokens} + {one.new_tokens} tokens" for n, one in enumerate(asked, 1)
+        f"r{n} {one.prompt_tokens} + {counted(one.new_tokens, 'token')}"
+        for n, one in enumerate(asked, 1)
     )
     pages = f"; {finding.pages}" if finding.pages else ""
     requests = "" if finding.small.adapter else f"; requests: {sizes}"
@@ -60,8 +62,9 @@ def rule_lines(name: str) -> Iterator[str]:
 def summary(report: Report) -> str:
     """How much was searched."""
     return (
-        f"{report.runs} runs, {report.steps} steps in {report.wall_s:.1f} s "
-        f"({report.steps_per_s:,.0f} steps a CPU second, {report.settings.jobs} process(es)), "
+        f"{counted(report.runs, 'run')}, {counted(report.steps, 'step')} in {report.wall_s:.1f} s "
+        f"({report.steps_per_s:,.0f} steps a CPU second, "
+        f"{counted(report.settings.jobs, 'process')}), "
         f"seed {report.settings.seed}"
     )
 

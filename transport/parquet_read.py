@@ -20,6 +20,7 @@ from lifecycle.events import Entry
 from lifecycle.forensics_values import Missing
 from lifecycle.ids import EngineId, Party
 from lifecycle.snapshot import Snapshot
+from lifecycle.wording import counted
 from transport import parquet_schema as schema
 from transport.codec_values import MalformedRecord
 from transport.forensics_chain import Problem, Wrong
@@ -136,7 +137,9 @@ class ParquetCapture(Capture):
             self.claims_whole = False
         if count != account.get("entries", count):
             self.claims_whole = False
-            self.notes.append(f"{count} entries, of which the account counts {account['entries']}")
+            self.notes.append(
+                f"{counted(count, 'entry')}, of which the account counts {account['entries']}"
+            )
         told = _gaps(account.get("missing"))
         known = {(gap.first, gap.last) for gap in told}
         self.missing = told + [g for g in self.missing if (g.first, g.last) not in known]

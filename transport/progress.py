@@ -10,6 +10,8 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from lifecycle.wording import counted
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -102,7 +104,7 @@ class Counting:
     def __call__(self, count: int) -> None:
         """So many by now."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=f"{count:,} entries")
+            self._bar.update(self._task, description=f"{counted(count, 'entry', ',')}")
 
     def stop(self) -> None:
         """Remove it; again is nothing."""

@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 
 from lifecycle.events import Aborted, Cause, RejectCode, Rejected
 from lifecycle.ids import RequestId
+from lifecycle.wording import counted
 
 DOMAIN = "custody"
 RETRY_SECONDS = 1
@@ -194,7 +195,7 @@ def aborted(request: RequestId, event: Aborted, *, attempts: int, tokens: int) -
         "tag_found": None if event.tag_found is None else f"{event.tag_found:#x}",
     }
     metadata |= {name: str(value) for name, value in numbers.items() if value is not None}
-    message = f"{_PHRASES[event.cause]} in attempt {attempts}, after {tokens} tokens"
+    message = f"{_PHRASES[event.cause]} in attempt {attempts}, after {counted(tokens, 'token')}"
     if event.message:
         message = f"{message}: {event.message}"
         metadata["message"] = event.message
@@ -219,7 +220,7 @@ def slow_reader(request: RequestId, *, waiting: int, limit: int) -> Refusal:
     return Refusal(
         code=Code.RESOURCE_EXHAUSTED,
         reason="SLOW_READER",
-        message=f"{waiting} tokens wait for a reader that may be {limit} behind",
+        message=f"{counted(waiting, 'token')} waiting for a reader that may be {limit} behind",
         metadata={"request_id": request, "waiting": str(waiting), "limit": str(limit)},
     )
 

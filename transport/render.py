@@ -41,6 +41,7 @@ from lifecycle.events import (
 from lifecycle.ids import GrantId, PageRange, Party, TokenRange, count_pages
 from lifecycle.replay import Finding
 from lifecycle.rules import RULES
+from lifecycle.wording import counted, form
 from transport.spelling import spelt
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _grant(grant: GrantId) -> str:
 
 def _pages(pages: Sequence[PageRange]) -> str:
     spans = [str(p.first) if p.count == 1 else f"{p.first} to {p.stop - 1}" for p in pages]
-    return f"page{'' if count_pages(pages) == 1 else 's'} {', '.join(spans)}"
+    return f"{form('page', count_pages(pages))} {', '.join(spans)}"
 
 
 def _tokens(tokens: TokenRange) -> str:
@@ -97,12 +98,14 @@ def _request_sentence(entry: Entry, event: RequestEvent) -> str:
     match event:
         case Admitted():
             legs = ", ".join(
-                f"{leg.engine} books {leg.pages_booked} of {leg.pages_free} free pages"
+                f"{leg.engine} books {leg.pages_booked} of {counted(leg.pages_free, 'free page')}"
                 for leg in (event.prefill, event.decode)
             )
             return (
-                f"Attempt {entry.attempt} may own pages: {event.prompt_tokens} prompt tokens and at "
-                f"most {event.new_tokens_max} new ones fit the context of {event.context_tokens}; "
+                f"Attempt {entry.attempt} may own pages: "
+                f"{counted(event.prompt_tokens, 'prompt token')} and at "
+                f"most {counted(event.new_tokens_max, 'new one')} fit the context of "
+                f"{event.context_tokens}; "
                 f"{legs}."
             )
         case Rejected():
@@ -124,18 +127,20 @@ def _request_sentence(entry: Entry, event: RequestEvent) -> str:
             return f"{_party(event.party)} {proof} and never writes to {_grant(event.grant)} again."
         case Verified():
             return (
-                f"Decode compared {event.headers_checked} headers and {event.digests_checked} "
-                f"digests on {event.pages} pages ({event.method}); from here it may read."
+                f"Decode compared {counted(event.headers_checked, 'header')} and "
+                f"{counted(event.digests_checked, 'digest')} on {counted(event.pages, 'page')} "
+                f"({event.method}); from here it may read."
             )
         case Finished():
             return (
-                f"The answer is whole ({event.reason.value}) with {event.tokens} tokens; "
-                f"{event.reads_checked} header reads were checked, {event.reads_unchecked} were not."
+                f"The answer is whole ({event.reason.value}) with "
+                f"{counted(event.tokens, 'token')}; "
+                f"header reads: {event.reads_checked} checked, {event.reads_unchecked} not."
             )
         case Requeued():
             return (
                 f"This attempt ends ({event.cause.value}, says {event.reported_by}) after "
-                f"{event.tokens_relayed} relayed tokens; another follows."
+                f"{counted(event.tokens_relayed, 'relayed token')}; another follows."
             )
         case Aborted() | Quarantined() | Released() | Dropped():
             return _ending(event)
@@ -168,7 +173,8 @@ def _ending(event: Aborted | Quarantined | Released | Dropped) -> str:
             return f"The pages of {_grant(event.grant)} are free again."
         case Dropped():
             return (
-                f"{event.count} late proposal(s) {event.kind} of {_party(event.party)} changed "
+                f"{counted(event.count, 'late proposal')} {event.kind} of {_party(event.party)} "
+                "changed "
                 f"nothing (rule {event.rule})."
             )
         case _:
@@ -179,8 +185,9 @@ def _fleet_sentence(event: FleetEvent) -> str:
     match event:
         case Attached():
             return (
-                f"{event.engine} joins as {event.role.value} with {event.pages} pages of "
-                f"{event.page_tokens} tokens over {event.plane}."
+                f"{event.engine} joins as {event.role.value} with {counted(event.pages, 'page')} "
+                "of "
+                f"{counted(event.page_tokens, 'token')} over {event.plane}."
             )
         case Draining():
             return f"{event.engine} finishes what it has and is given nothing new."
@@ -252,7 +259,7 @@ def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
     from transport.pb import admin_pb2, lifecycle_pb2, log_pb2
 
     yield (
-        f"model {status.model or 'unknown'}, context {status.context_tokens} tokens, "
+        f"model {status.model or 'unknown'}, context {counted(status.context_tokens, 'token')}, "
         f"scheduler process {status.process_id}, life {status.epoch}"
         + (", draining" if status.draining else "")
     )
@@ -273,11 +280,11 @@ def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
             pages = rank.pages
             yield (
                 f"{engine.engine}: {role}, {state}, process {rank.process_id}, "
-                f"{engine.requests} requests, "
+                f"{counted(engine.requests, 'request')}, "
                 f"pages {pages.free} free + {pages.held} held + {pages.booked} booked + "
                 f"{pages.quarantined} quarantined{_causes(rank)} = {pages.capacity} "
-                f"of {engine.page_tokens} tokens, "
-                f"{pages.capacity * engine.page_tokens} tokens for a context of "
+                f"of {counted(engine.page_tokens, 'token')}, "
+                f"{counted(pages.capacity * engine.page_tokens, 'token')} for a context of "
                 f"{status.context_tokens}, "
                 f"headers checked {rank.counters.header_reads_checked}, "
                 f"mismatches {rank.counters.header_mismatches}, "

@@ -17,6 +17,7 @@ from lifecycle.rules import RULES
 from lifecycle.state import OPEN, Grant, RequestState
 from lifecycle.tally import Tally
 from lifecycle.tally_metrics import REQUESTS
+from lifecycle.wording import counted
 from transport.forensics_read import Capture
 from transport.render import clock, finding_lines
 
@@ -30,8 +31,8 @@ def replay_lines(
     if capture.foreign:
         yield f"foreign log of {capture.source}: it was made by another system and entered unchecked"
     yield (
-        f"{report.entries} entries of {report.requests} requests; "
-        f"{report.rules} rules, {report.evaluations} guard evaluations"
+        f"{counted(report.entries, 'entry')} of {counted(report.requests, 'request')}; "
+        f"{counted(report.rules, 'rule')}, {counted(report.evaluations, 'guard evaluation')}"
     )
     yield "events: " + (", ".join(f"{name} {count}" for name, count in report.events) or "none")
     yield "phases: " + (", ".join(f"{name} {count}" for name, count in report.phases) or "none")
@@ -56,7 +57,7 @@ def replay_lines(
     elif report.clean:
         yield "clean"
     else:
-        yield f"{len(report.findings)} request(s) with a violation"
+        yield f"{counted(len(report.findings), 'request')} with a violation"
 
 
 def missing_lines(capture: Capture) -> Iterator[str]:
@@ -75,7 +76,7 @@ def state_line(state: RequestState) -> str:
     outcome = f", outcome {type(state.outcome).__name__}" if state.outcome is not None else ""
     return (
         f"{state.label()}, attempt {state.attempt}, next entry {state.sequence}, "
-        f"{len(state.unsettled)} of {len(state.grants)} grants unsettled{outcome}"
+        f"{len(state.unsettled)} of {counted(len(state.grants), 'grant')} unsettled{outcome}"
     )
 
 
@@ -88,7 +89,8 @@ def grant_line(grant: Grant) -> str:
     open_to = ", ".join(str(party) for party in grant.undrained) or "nobody else"
     return (
         f"{reserved.purpose.value} grant {grant.id}, {grant.settlement.value}: "
-        f"{count_pages(reserved.pages)} pages from {reserved.pages[0].first} on for tokens "
+        f"{counted(count_pages(reserved.pages), 'page')} from {reserved.pages[0].first} on for "
+        "tokens "
         f"{reserved.tokens.start} to {reserved.tokens.stop - 1}, "
         f"written {written or 'nothing'}, open to {open_to}"
     )
@@ -116,7 +118,9 @@ def world_lines(history: History, position: int) -> Iterator[str]:
         yield f"{one.request}: {state_line(one)}"
         yield from (f"  {grant_line(grant)}" for grant in one.unsettled)
     if len(held) > LINES_SHOWN:
-        yield f"... and {len(held) - LINES_SHOWN} more open requests; --json has them all"
+        yield (
+            f"... and {counted(len(held) - LINES_SHOWN, 'more open request')}; --json has them all"
+        )
 
 
 # --- JSON -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from engine.store import EventStore
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.weights import load_config
 from lifecycle.decide import Limits
+from lifecycle.wording import counted
 from transport.access import Access
 from transport.admin_service import AdminService
 from transport.fleet_service import FleetService
@@ -103,7 +104,7 @@ def make_owner(
     epoch = store.take_epoch()
     context = settings.context_tokens
     if context is not None and context > model.context:
-        reason = f"the model's context is {model.context} tokens"
+        reason = f"the model's context is {counted(model.context, 'token')}"
         raise InvalidSetting(name="context_tokens", value=context, reason=reason)
     core = Scheduler(
         limits=Limits(

@@ -14,6 +14,7 @@ import attrs
 from lifecycle.forensics_exposures import Inquiry
 from lifecycle.forensics_values import Exposures
 from lifecycle.replay import Replayer, Report
+from lifecycle.wording import counted
 from transport.forensics_read import Capture
 from transport.forensics_text import exposure_lines
 from transport.replaying import found_in, inquired
@@ -45,7 +46,9 @@ def read(
     report = replayer.report(whole=capture.whole)
     shown = choose(entries, found, report, wanted=wanted, most=most)
     summary = list(exposure_lines(capture, found, reads=False))[:SUMMARY_LINES]
-    summary += [f"{count} requests broke the rule {rule} first" for rule, count in report.by_rule]
+    summary += [
+        f"{counted(count, 'request')} broke the rule {rule} first" for rule, count in report.by_rule
+    ]
     model = Model(shown, found, report)
     document = model.document(title=f"Timeline of {title}", summary=summary, total=len(entries))
     return Drawn(document, shown, found, report, tuple(inquiry.stories), len(entries))

@@ -16,6 +16,7 @@ import attrs
 
 from engine.sampler import InvalidSampling, SamplingParams
 from engine.tokenizer import ChatTemplateError, InvalidText, TextError, Tokenizer
+from lifecycle.wording import counted
 from transport.pb import generation_pb2 as pb
 
 WORKERS = 2
@@ -76,7 +77,9 @@ class Tokenising:
             raise UnusableRequest(field="model", reason=reason, model=wanted, served=self.model)
         if request.HasField("n") and request.n != 1:
             raise UnusableRequest(
-                field="n", reason=f"{request.n} answers are asked for, one is given", n=request.n
+                field="n",
+                reason=f"{counted(request.n, 'answer')} asked for, one is given",
+                n=request.n,
             )
         key_bytes = len(request.idempotency_key.encode())
         if key_bytes > KEY_BYTES_MAX:
@@ -170,7 +173,7 @@ def sampling_params(message: pb.Sampling) -> SamplingParams:
         field = _SAMPLING_FIELDS.get(error.field, f"sampling.{error.field}")
         value: object = error.value
         if isinstance(value, str):
-            value = f"a string of {len(value.encode())} bytes"
+            value = f"a string of {counted(len(value.encode()), 'byte')}"
         reason = f"{value} is not {error.limit}"
         raise UnusableRequest(field=field, reason=reason, value=value, limit=error.limit) from error
 

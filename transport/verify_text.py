@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lifecycle.wording import counted
 from transport.forensics_chain import Problem
 from transport.forensics_read import Capture, SegmentCapture
 from transport.replay_text import missing_lines
@@ -19,18 +20,22 @@ def verify_lines(capture: Capture) -> Iterator[str]:
     if isinstance(capture, SegmentCapture):
         survey = capture.survey
         yield (
-            f"{len(survey.paths)} segments, {survey.batch_count} batches, {survey.entries} entries, "
-            f"{survey.size_bytes} bytes unpacked"
+            f"{counted(len(survey.paths), 'segment')}, {counted(survey.batch_count, 'batch')}, "
+            f"{counted(survey.entries, 'entry')}, "
+            f"{counted(survey.size_bytes, 'byte')} unpacked"
         )
         yield f"chain ends with {survey.head.hex()}"
     else:
-        yield f"{capture.entries_read} entries in JSON Lines, which have no check sums and no chain"
+        yield (
+            f"{counted(capture.entries_read, 'entry')} in JSON Lines, which have no check sums "
+            "and no chain"
+        )
     for problem in capture.problems:
         yield problem_line(problem)
     if not capture.problems:
         yield from missing_lines(capture)
     if capture.problems:
-        yield f"{len(capture.problems)} problem(s)"
+        yield f"{counted(len(capture.problems), 'problem')}"
     else:
         yield "intact" if capture.whole else "incomplete: what is there is intact"
 
