@@ -26,8 +26,8 @@ from transport.admin_service import status
 from transport.jsonlines import jsonlines
 from transport.metrics_text import document, exposition
 from transport.pb import lifecycle_pb2
-from transport.render import status_lines
 from transport.scheduler_owner import OwnerSettings, SchedulerOwner
+from transport.status_text import status_lines
 from transport.stores.memory import MemoryStore
 
 Capsys = pytest.CaptureFixture[str]

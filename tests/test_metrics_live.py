@@ -34,7 +34,7 @@ from transport.metrics import LIVE_METRICS
 from transport.metrics_server import MetricsServer, Reply
 from transport.metrics_text import exposition
 from transport.new_credentials import entry_text
-from transport.pb import admin_pb2, log_pb2
+from transport.pb import admin_pb2
 from transport.settings import CallSettings, InvalidSetting, SchedulerSettings
 from transport.stores.segments import SegmentStore
 from transport.tls import Dial
@@ -117,14 +117,8 @@ async def busy(here: Deployment) -> None:
     call, request = await begin(here, ask(new=50))
     cancel = admin_pb2.CancelRequestRequest(request_id=request)
     await here.admin.CancelRequest(cancel)
-    while open_phases(await here.admin.GetStatus(admin_pb2.GetStatusRequest())):
+    while (await here.admin.GetStatus(admin_pb2.GetStatusRequest())).phases:
         pass
-
-
-def open_phases(status: admin_pb2.GetStatusResponse) -> set[int]:
-    """Phases in which there is a request that is not settled."""
-    over = {log_pb2.PHASE_CLOSED, log_pb2.PHASE_REJECTED}
-    return {one.phase for one in status.phases if one.phase not in over}
 
 
 # --- what is shown --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lifecycle.events import Cause
 from lifecycle.fleet import Life
 from lifecycle.ids import EngineId, Party, RequestId
 from lifecycle.ledger import Account
-from lifecycle.state import OPEN, Phase
+from lifecycle.state import OPEN, TERMINAL, Phase
 from transport import refusals
 from transport.access import caller
 from transport.codec_values import FENCE_SCOPES, QUARANTINE_CAUSES, ROLES
@@ -124,7 +124,8 @@ def cancel_request(
 def status(owner: SchedulerOwner) -> pb.GetStatusResponse:
     """The whole status, from the reduced log."""
     core = owner.core
-    phases = Counter(state.phase for state in core.log.requests.values())
+    # Those that are over are soon forgotten here: how many are left says nothing.
+    phases = Counter(s.phase for s in core.log.requests.values() if s.phase not in TERMINAL)
     newest = {life.attached.engine: life for _, life in core.log.fleet.lives}
     return pb.GetStatusResponse(
         epoch=core.epoch,

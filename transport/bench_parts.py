@@ -19,7 +19,7 @@ import attrs
 from transport.bench_stats import Arrivals, UnusableSample
 from transport.child import PYTHON, Child, ChildFailed, clean_environment
 from transport.client import Client
-from transport.pb import admin_pb2, generation_pb2, log_pb2
+from transport.pb import admin_pb2, generation_pb2
 from transport.settings import PoolSettings, SchedulerSettings, to_flags
 
 SETTLE_SECONDS = 60.0
@@ -208,11 +208,10 @@ class Deployment:
 
 
 def _busy(status: admin_pb2.GetStatusResponse) -> bool:
-    quiet = (log_pb2.PHASE_CLOSED, log_pb2.PHASE_REJECTED)
     ranks = [rank for engine in status.engines for rank in engine.ranks]
     return (
         status.queued > 0
-        or any(count.count for count in status.phases if count.phase not in quiet)
+        or bool(status.phases)
         or any(rank.pages.held or rank.pages.booked for rank in ranks)
     )
 

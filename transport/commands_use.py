@@ -289,14 +289,14 @@ def status(
     json
         Print one JSON document.
     """
-    from transport import render
+    from transport.status_text import status_lines
 
     with connect(scheduler, door) as client:
         answer = client.status()
     if json:
         say_message(answer, zeros=True)
     else:
-        for line in render.status_lines(answer):
+        for line in status_lines(answer):
             say(line)
     return EXIT_OK
 

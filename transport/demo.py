@@ -20,7 +20,6 @@ from lifecycle.history import History
 from lifecycle.replay import Replayer
 from lifecycle.tally import Tally
 from lifecycle.wording import counted
-from transport import render
 from transport.child import Child, ChildFailed
 from transport.client import Client, Refused, Unreachable
 from transport.commands_shared import EXIT_FAILED, EXIT_OK, UsageError, complain, note
@@ -37,6 +36,7 @@ from transport.pb.generation_pb2 import (
 )
 from transport.replay_text import replay_lines
 from transport.replaying import replayed
+from transport.status_text import status_lines
 
 KV_MEMORY = "64MiB"
 QUESTION = "What is the capital of France?"
@@ -128,7 +128,7 @@ def _start(story: Story, stack: ExitStack, folder: Path, log: Path, model: str |
 
 def _show_status(story: Story, client: Client, served: Served) -> int:
     status = client.status()
-    story.say_all(render.status_lines(status))
+    story.say_all(status_lines(status))
     ids = {status.process_id, *(r.process_id for e in status.engines for r in e.ranks)}
     story.check(
         f"the three parts are three processes: {', '.join(str(one) for one in sorted(ids))}",

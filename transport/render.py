@@ -1,4 +1,4 @@
-"""Log, status and findings for human eyes.
+"""Log and findings for human eyes.
 
 Owns: one plain sentence for each event, tables, and the text of a finding.
 Must not know: where entries come from, or which exit code follows.
@@ -38,7 +38,7 @@ from lifecycle.events import (
     Transferred,
     Verified,
 )
-from lifecycle.ids import GrantId, PageRange, Party, TokenRange, count_pages
+from lifecycle.ids import FLEET, GrantId, PageRange, Party, TokenRange, count_pages
 from lifecycle.replay import Finding
 from lifecycle.rules import RULES
 from lifecycle.wording import counted, form
@@ -47,7 +47,7 @@ from transport.spelling import spelt
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from transport.pb import admin_pb2, log_pb2
+    from transport.pb import log_pb2
 
 MILLISECOND_NS = 1_000_000
 
@@ -235,7 +235,7 @@ def entry_line(stored: Stored) -> str:
     """One entry as one line of a log that is followed."""
     entry = stored.entry
     return (
-        f"{stored.position} {clock(entry.time_ns)} {entry.request or 'fleet'} "
+        f"{stored.position} {clock(entry.time_ns)} {'fleet' if entry.request == FLEET else entry.request} "
         f"{who(entry.proposer)} {type(entry.event).__name__}: {sentence(entry)}"
     )
 
@@ -252,54 +252,6 @@ def request_line(summary: log_pb2.RequestSummary) -> str:
         f"attempt {summary.attempt}, positions {summary.first_position} to "
         f"{summary.last_position}, {milliseconds:.1f} ms"
     )
-
-
-def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
-    """The deployment in a few lines."""
-    from transport.pb import admin_pb2, lifecycle_pb2, log_pb2
-
-    yield (
-        f"model {status.model or 'unknown'}, context {counted(status.context_tokens, 'token')}, "
-        f"scheduler process {status.process_id}, life {status.epoch}"
-        + (", draining" if status.draining else "")
-    )
-    yield (
-        f"log position {status.log_position}, durable to {status.durable_position}; "
-        f"{status.queued} queued"
-        + (f"; the log begins at {first}" if (first := status.log_first_position) > 1 else "")
-    )
-    if status.log_failure:
-        yield f"nothing is admitted: {status.log_failure}"
-    for count in status.phases:
-        name = log_pb2.Phase.Name(count.phase).removeprefix("PHASE_").lower()
-        yield f"requests {name}: {count.count}"
-    for engine in status.engines:
-        state = admin_pb2.EngineState.Name(engine.state).removeprefix("ENGINE_STATE_").lower()
-        role = lifecycle_pb2.Role.Name(engine.role).removeprefix("ROLE_").lower()
-        for rank in engine.ranks:
-            pages = rank.pages
-            yield (
-                f"{engine.engine}: {role}, {state}, process {rank.process_id}, "
-                f"{counted(engine.requests, 'request')}, "
-                f"pages {pages.free} free + {pages.held} held + {pages.booked} booked + "
-                f"{pages.quarantined} quarantined{_causes(rank)} = {pages.capacity} "
-                f"of {counted(engine.page_tokens, 'token')}, "
-                f"{counted(pages.capacity * engine.page_tokens, 'token')} for a context of "
-                f"{status.context_tokens}, "
-                f"headers checked {rank.counters.header_reads_checked}, "
-                f"mismatches {rank.counters.header_mismatches}, "
-                f"unchecked {rank.counters.header_reads_unchecked}"
-            )
-
-
-def _causes(rank: admin_pb2.RankStatus) -> str:
-    from transport.pb.lifecycle_pb2 import QuarantineCause
-
-    shown = [
-        f"{one.pages} {QuarantineCause.Name(one.cause).removeprefix('QUARANTINE_CAUSE_').lower()}"
-        for one in rank.quarantined
-    ]
-    return f" ({', '.join(shown)})" if shown else ""
 
 
 def finding_lines(finding: Finding) -> Iterator[str]:

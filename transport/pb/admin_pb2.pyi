@@ -333,7 +333,7 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseCount]:
-        """Requests by phase."""
+        """Requests by phase, of those that are not over."""
 
     def __init__(
         self,
