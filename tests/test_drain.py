@@ -83,10 +83,37 @@ async def test_siblings_take_over_and_no_client_notices(
         await verb.ended.wait()
         assert verb.code == 0
         said = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert said == {"engine": "decode", "incarnation": 1, "drained": True}
+        assert said == {"engine": "decode", "incarnation": 1, "siblings": 1, "drained": True}
         here.decode.leave()
         await here.decode.gone.wait()
         assert replay([(s.position, s.entry) for s in here.store.tail(1)]).clean
+
+
+async def test_whoever_drains_the_last_is_told_what_follows(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a sibling that takes requests the verb warns, with the numbers; with one it does not."""
+    async with deployment(model) as here:
+        sibling = FakeEngine(Role.DECODE, here.address, name="decode-b")
+        here.tasks.start_soon(sibling.run)
+        await sibling.synced.wait()
+        verb = Verb(here, "drain", "decode")
+        await verb.ended.wait()
+        said = capsys.readouterr()
+        assert (verb.code, said.out) == (0, "decode is draining\n")
+        assert "warning: " not in said.err
+        verb = Verb(here, "drain", "decode-b")
+        await verb.ended.wait()
+        said = capsys.readouterr()
+        assert (verb.code, said.out) == (0, "decode-b is draining\n")
+        assert "warning: no decode engine takes requests now (0 of 2), 0 requests" in said.err
+        assert "NO_ENGINE" in said.err
+        verb = Verb(here, "drain", "prefill", "--json")
+        await verb.ended.wait()
+        said = capsys.readouterr()
+        document = json.loads(said.out)
+        assert (document["siblings"], "warning: " in said.err) == (0, False)
+        assert "no prefill engine takes requests now (0 of 1)" in document["warning"]
 
 
 async def test_a_wait_has_an_end(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """The verb that takes one engine out of service: `drain`.
 
-Owns: asking until the engine has nothing left, and the exit code.
+Owns: asking until the engine has nothing left, what is said when it was the last, the exit code.
 Must not know: how the scheduler places requests, or how an engine ends.
 """
 
@@ -28,7 +28,7 @@ from transport.commands_shared import (
 
 if TYPE_CHECKING:
     from transport.client import Client
-    from transport.pb.admin_pb2 import EngineStatus
+    from transport.pb.admin_pb2 import EngineStatus, GetStatusResponse
 
 ASK_SECONDS = 0.2
 
@@ -44,6 +44,8 @@ def drain(
     json: Json = False,
 ) -> int:
     """Give an engine nothing new, so that its siblings take over and it can be stopped.
+
+    Where it has no sibling, a warning on standard error says what follows.
 
     Parameters
     ----------
@@ -64,18 +66,43 @@ def drain(
         raise UsageError(f"--timeout {timeout:g}: must be above 0")
     with connect(scheduler, door) as client:
         incarnation = client.drain(engine)
+        siblings, warning = _siblings(client.status(), engine)
+        if warning and not json:
+            note(f"custody: warning: {warning}")
         left: int | None = None
         if wait:
             left = _wait(client, engine, incarnation, timeout=timeout, json=json)
     drained = left == 0
     if json:
-        about = {"engine": engine, "incarnation": incarnation}
-        say_json({**about, "drained": drained} if wait else about)
+        about = {"engine": engine, "incarnation": incarnation, "siblings": siblings}
+        say_json(
+            about
+            | ({"warning": warning} if warning else {})
+            | ({"drained": drained} if wait else {})
+        )
     elif drained:
         say(f"{engine} is drained: nothing runs on it")
     elif not wait:
         say(f"{engine} is draining")
     return EXIT_OK if drained or not wait else EXIT_FAILED
+
+
+def _siblings(status: GetStatusResponse, engine: str) -> tuple[int, str]:
+    """How many engines of its role take new requests, and what follows when none does."""
+    from transport.pb.admin_pb2 import ENGINE_STATE_ATTACHED
+    from transport.pb.lifecycle_pb2 import Role
+
+    role = next((one.role for one in status.engines if one.engine == engine), None)
+    of_role = [one for one in status.engines if one.role == role]
+    taking = sum(one.state == ENGINE_STATE_ATTACHED for one in of_role)
+    if role is None or taking:
+        return taking, ""
+    name = Role.Name(role).removeprefix("ROLE_").lower()
+    return 0, (
+        f"no {name} engine takes requests now (0 of {len(of_role)}), "
+        f"{counted(status.queued, 'request')} in the queue; what comes waits for one as long as the "
+        f"scheduler's --engine-wait-seconds, and is then refused as NO_ENGINE"
+    )
 
 
 def _wait(
