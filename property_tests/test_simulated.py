@@ -18,7 +18,7 @@ import pytest
 
 from engine.log_changes import changed, edited_base, renumbered
 from engine.scenarios import ONE
-from lifecycle.events import Entry
+from lifecycle.events import Drained, Entry, Lost, Proof
 from lifecycle.history import History
 from lifecycle.replay import replay
 from lifecycle.rules import RULES
@@ -114,6 +114,42 @@ def test_the_same_seed_gives_the_same_bytes_under_any_hash_seed() -> None:
 def test_another_seed_gives_another_run() -> None:
     """The seed is not merely printed."""
     assert run_seed(3).digest() != run_seed(9).digest()
+
+
+def given_up(seed: int, *, placing: bool) -> Plan:
+    """A plan in which a writer is cut off, or hangs, for longer than its lease."""
+    plan = attrs.evolve(draw_plan(seed, faults=False), placing=placing, observed=0.0)
+    kinds = ("hang", "part")
+    times = range(300 * MILLISECOND, plan.heals_ns, 500 * MILLISECOND)
+    faults = tuple(
+        Fault(time, kinds[n % 2], "p0", 2_500 * MILLISECOND) for n, time in enumerate(times)
+    )
+    return attrs.evolve(plan, faults=faults, wire_ns=50 * MILLISECOND)
+
+
+@pytest.mark.parametrize("placing", [False, True])
+def test_who_was_given_up_begins_another_life_and_leaves_nothing_behind(*, placing: bool) -> None:
+    """Its process never ends, so only its own word brings home what it could write.
+
+    Where writers place bytes no fence and no exit could prove it: without the word, pages stay out.
+    """
+    reached: Counter[str] = Counter()
+    proofs: Counter[tuple[Proof, bool]] = Counter()
+    for seed in range(6):
+        outcome = run_plan(given_up(seed, placing=placing))
+        assert (outcome.name, outcome.message) == ("", "")
+        reached += outcome.sometimes
+        lost: set[tuple[str, int]] = set()
+        for entry in (one.entry for one in outcome.log):
+            if isinstance(entry.event, Lost):
+                lost.add((entry.event.engine, entry.event.incarnation))
+            elif isinstance(entry.event, Drained):
+                party = entry.event.party
+                proofs[entry.event.proof, (party.engine, party.incarnation) in lost] += 1
+    assert reached["began-again"] >= 6
+    assert reached["engine-ended"] == 0
+    assert proofs[Proof.FENCED if placing else Proof.ACKNOWLEDGED, True] > 0
+    assert reached["pages-left-in-quarantine"] == 0
 
 
 # --- logs with one change ---------------------------------------------------------------------

@@ -30,6 +30,7 @@ CELLS = tuple(
         ("scheduler killed and restarted", "before Verified"),
         ("decode killed", "mid-decode"),
         ("prefill hung, resumed when given up", "between chunks"),
+        ("decode hung, resumed when given up", "mid-decode"),
     )
 )
 

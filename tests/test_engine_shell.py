@@ -24,8 +24,8 @@ from lifecycle.ids import FLEET, EngineId, Party
 from lifecycle.replay import replay
 from tests.test_inprocess import alone, prompt_of
 from tests.tiny import tiny_llama
-from transport.engine_parts import Loaded, ProgressLines, load
 from transport.engine_lives import open_engine, run_engine
+from transport.engine_parts import Loaded, ProgressLines, load
 from transport.engine_shell import (
     EXIT_BROKEN,
     EXIT_DONE,

@@ -153,13 +153,17 @@ class EngineShell:
                 code = await self._own()
                 tasks.cancel_scope.cancel()
         finally:
-            for stream in (self._send, self._receive, self._jobs, self._work):
-                stream.close()
+            self._close()
         return code
+
+    def _close(self) -> None:
+        for stream in (self._send, self._receive, self._jobs, self._work):
+            stream.close()
 
     def end_as(self, *, quiet: bool) -> PreviousLife:
         """Let go of everything that this life could read or write, and say how it ended."""
         ended = PreviousLife(self.party.incarnation, self.owner.core.next_number - 1, quiet)
+        self._close()
         del self.owner, self.memory, self._waker, self._client
         del self._send, self._receive, self._jobs, self._work
         return ended
