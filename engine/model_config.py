@@ -52,6 +52,13 @@ class ModelFileError(ModelError):
         self.reason = reason
 
 
+class ModelNotFound(ModelFileError):
+    """Nothing is there, and it is no hub id; whoever named it names another."""
+
+    def __init__(self, *, path: Path) -> None:
+        super().__init__(path=path, reason="no such file or directory")
+
+
 @attrs.frozen
 class ModelConfig:
     """The numbers of a decoder. All counts are positive; `context` is in tokens."""

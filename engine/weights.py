@@ -21,7 +21,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.model import LayerWeights, Model, ModelConfig, ModelWeights
-from engine.model_config import ModelFileError, UnsupportedFeature, parse_config
+from engine.model_config import (
+    ModelFileError,
+    ModelNotFound,
+    UnsupportedFeature,
+    parse_config,
+)
 from kernels.int8 import Matrix, WeightNotFiniteError, quantise
 
 FUSED_FILE = "fused.safetensors"
@@ -60,7 +65,7 @@ def resolve_model(
         raise ModelFileError(path=path, reason="is neither a directory nor a GGUF file")
     if HUB_ID.fullmatch(str(source)):
         return _from_hub(str(source), cache)
-    raise ModelFileError(path=path, reason="no such file or directory")
+    raise ModelNotFound(path=path)
 
 
 def load_config(source: str | Path, *, cache: Path | None = None) -> ModelConfig:

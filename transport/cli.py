@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import structlog
 from cyclopts import App, CycloptsError, Parameter
 
 from transport import (
@@ -32,6 +33,7 @@ from transport import (
     commands_use,
 )
 from transport.commands_shared import (
+    CRASHED,
     DASH,
     EXIT_FAILED,
     EXIT_OK,
@@ -44,15 +46,17 @@ from transport.commands_shared import (
     Terminated,
     UsageError,
     complain,
+    part,
     say,
 )
 from transport.config_sources import given_file, sources
-from transport.settings import InvalidSetting, flag_name
+from transport.settings import DEFAULT_MODEL, InvalidSetting, flag_name
 
 app = App(
     name="custody",
     help="Serves language models and keeps a chain of custody for every KV page.",
-    version_flags=(),
+    version=commands_use.version_line,
+    version_flags=("--version",),
     default_parameter=Parameter(name_transform=flag_name),
 )
 for verb in (
@@ -83,6 +87,18 @@ app.command(commands_convert.log_app)
 app.command(commands_credentials.credentials_app)
 app.command(commands_bench.bench_app)
 app.command(commands_config.config_app)
+
+# Arguments that may be left out have names; the library would call them all ARGS.
+for verb_name, arguments in (
+    ("prefill", "[ENGINE]"),
+    ("decode", "[ENGINE]"),
+    ("generate", "[PROMPT]"),
+    ("replay", "[FILE]"),
+    ("metrics", "[FILE]"),
+    ("fuzz", "[MUTANT...]"),
+):
+    app[verb_name].usage = f"Usage: custody {verb_name} [OPTIONS] {arguments}"
+commands_config.config_app["show"].usage = "Usage: custody config show [OPTIONS] [VERB] [FLAGS...]"
 
 
 @app.command
@@ -137,6 +153,8 @@ def launch(
 
 def run(tokens: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
+    # What an earlier one of this process was bound to is not its own.
+    structlog.contextvars.clear_contextvars()
     try:
         dashed = [DASH if token == "-" else token for token in tokens]
         result = app.meta(
@@ -155,9 +173,13 @@ def run(tokens: Sequence[str]) -> int:
         return EXIT_SIGNAL + signal.SIGPIPE
     except Exception as error:
         code = _exit_code(error)
-        if code is None:
+        if code is not None:
+            return complain(error, code=code, json="--json" in tokens, hint=_hint(error))
+        if not part() or sys.stderr.isatty():
             raise
-        return complain(error, code=code, json="--json" in tokens)
+        # Every line of a part's log is JSON, also its last one.
+        structlog.get_logger("custody").critical(CRASHED, exc_info=error)
+        return EXIT_FAILED
     return result if isinstance(result, int) else EXIT_OK
 
 
@@ -189,6 +211,24 @@ def _exit_code(error: Exception) -> int | None:
     # A model that cannot be loaded and memory that holds no pool are settings to change.
     unusable = (ModelError, MemorySizeError, PoolTooSmallError, LayoutUnsupportedError, NoParquet)
     return EXIT_USAGE if isinstance(error, unusable) else None
+
+
+def _hint(error: Exception) -> str:
+    """What to do about it, where the error itself cannot know."""
+    from engine.model_config import ModelNotFound
+
+    if not isinstance(error, ModelNotFound):
+        return ""
+    where = "" if error.path.is_absolute() else f"looked for in {Path.cwd()}; "
+    fetched = (
+        "`make model` in a checkout fetches this default, or "
+        if (error.path == DEFAULT_MODEL)
+        else ""
+    )
+    return (
+        f"{where}{fetched}name another model with --model or CUSTODY_MODEL: a GGUF file, "
+        f"a folder in Hugging Face's format, or a hub id"
+    )
 
 
 def _terminate(_number: int, _frame: object) -> None:

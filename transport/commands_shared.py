@@ -9,9 +9,11 @@ from __future__ import annotations
 import json as json_module
 import os
 import sys
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from structlog.contextvars import get_contextvars
 
 from transport.settings import LOOPBACK, SCHEDULER_PORT, CallSettings
 from transport.spelling import spelt
@@ -31,6 +33,9 @@ EXIT_UNREADABLE = 5
 EXIT_SIGNAL = 128
 DEFAULT_SCHEDULER = f"{LOOPBACK}:{SCHEDULER_PORT}"
 PLAIN_COLUMNS = 120
+FAILED = "verb_failed"
+"""The event of the line that says why a verb ends, and CRASHED, of one that nobody foresaw."""
+CRASHED = "verb_crashed"
 DASH = "\0-"
 """What stands for a lone "-" while arguments are parsed, which would be taken for a flag."""
 
@@ -99,20 +104,38 @@ def say_message(message: Message, *, zeros: bool = False) -> None:
     say_json(value)
 
 
-def complain(error: Exception, *, code: int, json: bool) -> int:
-    """Say what went wrong on standard error, with everything that a refusal tells."""
+def complain(error: Exception, *, code: int, json: bool, hint: str = "") -> int:
+    """Say what went wrong on standard error, with everything that a refusal tells.
+
+    hint: what to do about it.  A part of a deployment has bound its name to its log's lines; its
+    complaint is one of them, and on a terminal it is prose as they are.
+    """
     message = str(error).strip()
     about: dict[str, Any] = {"exit_code": code, "message": message}
+    if hint:
+        about["hint"] = hint
     if code == EXIT_REFUSED:
         for name in ("code", "reason", "message", "numbers"):
             about[name] = getattr(error, name)
-    if json:
-        note(json_module.dumps({"error": about}))
+    if not sys.stderr.isatty() if part() else json:
+        line = {"event": FAILED, **get_contextvars(), "level": "error", "timestamp": _now()}
+        note(json_module.dumps({**line, "error": about}))
         return code
     note(f"custody: {message}")
+    if hint:
+        note(f"  {hint}")
     for name, value in about.get("numbers", {}).items():
         note(f"  {name} = {value}")
     return code
+
+
+def part() -> str:
+    """The name of the part of a deployment that this process is; empty if it is none."""
+    return str(get_contextvars().get("part", ""))
+
+
+def _now() -> str:
+    return datetime.now(tz=UTC).isoformat().replace("+00:00", "Z")
 
 
 def console() -> Console:

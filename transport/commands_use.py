@@ -309,12 +309,21 @@ def version(*, json: Json = False) -> int:
     json
         Print one JSON document.
     """
-    from importlib.metadata import version as installed
-
-    number = installed("kv-custody")
     if json:
         python = ".".join(str(part) for part in sys.version_info[:3])
-        say_json({"version": number, "python": python, "schema": "custody.v1", "log_format": 1})
+        about = {"python": python, "schema": "custody.v1", "log_format": 1}
+        say_json({"version": _number(), **about})
     else:
-        say(f"custody {number}")
+        say(version_line())
     return EXIT_OK
+
+
+def version_line() -> str:
+    """What `custody version` and `custody --version` print."""
+    return f"custody {_number()}"
+
+
+def _number() -> str:
+    from importlib.metadata import version as installed
+
+    return installed("kv-custody")

@@ -61,6 +61,7 @@ def configure_logging() -> None:
     handler = logging.StreamHandler(_ERRORS)
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.captureWarnings(capture=True)
 
 
 def _shared() -> tuple[structlog.typing.Processor, ...]:

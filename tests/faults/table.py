@@ -18,6 +18,7 @@ from tests.faults.moments import MOMENTS, Scene
 Act = Callable[["Strike"], None]
 PLANES = ("shared-memory", "grpc")
 
+
 @attrs.define
 class Strike:
     """A fault at work: where, and since which position of the log."""
