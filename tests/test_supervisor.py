@@ -11,7 +11,8 @@ import pytest
 
 from transport import supervisor
 from transport.settings import InvalidSetting, PoolSettings, SchedulerSettings
-from transport.supervisor import Parts, Started, supervise
+from transport.supervised_parts import Parts
+from transport.supervisor import Started, supervise
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 STUB = Path(__file__).with_name("part_stub.py")
@@ -136,6 +137,22 @@ async def test_an_engine_that_dies_is_started_again(stage: Stage) -> None:
     ]
     assert len(stage.complaints) == 1
     assert stage.complaints[0].endswith("ended unexpectedly with exit code 7")
+
+
+async def test_that_all_serve_again_is_said(stage: Stage) -> None:
+    """After a part was replaced the deployment says once more that it is ready, and where."""
+    stage.script("decode-0", "die 7 once")
+
+    async def run() -> None:
+        assert await stage.run(prefill=2) == 0
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        while len(stage.addresses) < 2:
+            await anyio.lowlevel.checkpoint()
+        assert stage.story("starts").count("decode-0") == 2
+        stage.stop.set()
+    assert stage.addresses == ["127.0.0.1:4321"] * 2
 
 
 async def test_an_engine_that_was_given_up_is_killed_and_started_again(stage: Stage) -> None:

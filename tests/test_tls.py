@@ -38,7 +38,7 @@ from transport.settings import (
     SchedulerSettings,
     to_flags,
 )
-from transport.supervisor import Parts
+from transport.supervised_parts import Parts
 from transport.tls import Certificates, Dial
 
 pytestmark = pytest.mark.anyio

@@ -251,7 +251,8 @@ def serve(
     json
         Announce parts and readiness as JSON lines.
     """
-    from transport.supervisor import Parts, Started, supervise
+    from transport.supervised_parts import Parts
+    from transport.supervisor import Started, supervise
 
     parts = Parts(prefill=prefill, decode=decode, scheduler=options, pool=pool)
     configure_logging()
@@ -280,10 +281,14 @@ def serve(
             complain=complain,
         )
 
+    before = False
+
     def ready(address: str) -> None:
+        nonlocal before
         if json:
             say_json({"event": "ready", "part": "serve", "address": address})
         else:
-            say(f"ready at {address}")
+            say(f"ready {'again ' if before else ''}at {address}")
+        before = True
 
     return anyio.run(run_until_signalled, run, ready)

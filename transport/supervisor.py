@@ -18,8 +18,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -28,14 +28,8 @@ import attrs
 from anyio.streams.text import TextReceiveStream
 
 from transport.commands_shared import EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL, EXIT_USAGE
-from transport.new_credentials import EphemeralEngine, ephemeral_engine
-from transport.settings import (
-    InvalidSetting,
-    PoolSettings,
-    SchedulerSettings,
-    flag_name,
-    to_flags,
-)
+from transport.new_credentials import EphemeralEngine
+from transport.supervised_parts import Parts
 
 ENTRY = (sys.executable, "-P", "-m", "transport.cli")
 LEAVE_SECONDS = 20.0
@@ -44,75 +38,6 @@ RESTART_SECONDS = 60.0
 """An engine that ends more often than so many times in so many seconds is not started again."""
 
 LINE_CHARACTERS_MAX = 1 << 16
-
-
-@attrs.frozen(kw_only=True)
-class Parts:
-    """What to run."""
-
-    prefill: int
-    decode: int
-    scheduler: SchedulerSettings
-    pool: PoolSettings
-
-    def __attrs_post_init__(self) -> None:
-        for name in ("prefill", "decode"):
-            value = getattr(self, name)
-            if value < 1:
-                raise InvalidSetting(name=name, value=value, reason="at least 1 is needed")
-        wanted = (("tls_cert", "tls_ca"), ("tls_client_ca", "tls_client_cert"))
-        for served, dialled in wanted:
-            value = getattr(self.scheduler, served)
-            if value is not None and getattr(self.pool, dialled) is None:
-                reason = f"the engines call this scheduler and need --{flag_name(dialled)}"
-                raise InvalidSetting(name=served, value=str(value), reason=reason)
-
-    def scheduler_command(self, known: EphemeralEngine | None = None) -> tuple[str, ...]:
-        """The arguments of the scheduler process."""
-        settings = self.scheduler
-        if known is not None:
-            settings = attrs.evolve(settings, engine_credentials=known.credentials)
-        return ("scheduler", *to_flags(settings))
-
-    def engine_commands(
-        self, address: str, known: EphemeralEngine | None = None
-    ) -> dict[str, tuple[str, ...]]:
-        """The arguments of each engine process by the engine's name."""
-        joined = (
-            *to_flags(self.pool),
-            *("--scheduler", address, "--host", self.scheduler.host),
-            *("--model", self.scheduler.model),
-            *("--growth-tokens", str(self.scheduler.growth_tokens)),
-            *self._door_flags(),
-        )
-        if known is not None:
-            joined = (*joined, "--token-file", str(known.token_file))
-            joined = (*joined, "--credentials", str(known.credentials))
-        return {
-            f"{verb}-{number}": (verb, f"{verb}-{number}", *joined)
-            for verb, count in (("prefill", self.prefill), ("decode", self.decode))
-            for number in range(count)
-        }
-
-    def _door_flags(self) -> tuple[str, ...]:
-        """The engines' own server has the scheduler's certificates."""
-        names = ("tls_cert", "tls_key", "tls_client_ca")
-        given = {name: getattr(self.scheduler, name) for name in names}
-        return tuple(
-            word
-            for name, value in given.items()
-            if value is not None
-            for word in (f"--{flag_name(name)}", str(value))
-        )
-
-    @contextmanager
-    def engine_credential(self) -> Iterator[EphemeralEngine | None]:
-        """What this run's engines show, when anybody must show something."""
-        if self.scheduler.credentials is None:
-            yield None
-            return
-        with ephemeral_engine() as known:
-            yield known
 
 
 @attrs.frozen
@@ -127,11 +52,17 @@ class _Child:
     """One child: its process, its readiness line, and its end."""
 
     def __init__(
-        self, name: str, process: anyio.abc.Process, on_lost: Callable[[str, int, str], None]
+        self,
+        name: str,
+        process: anyio.abc.Process,
+        *,
+        on_ready: Callable[[], None],
+        on_lost: Callable[[str, int, str], None],
     ) -> None:
         """`on_lost` is told engine, process id and cause of what a scheduler has given up."""
         self.name = name
         self.process = process
+        self._on_ready = on_ready
         self._on_lost = on_lost
         self.ready = anyio.Event()
         self.settled = anyio.Event()
@@ -163,6 +94,7 @@ class _Child:
             case {"event": "ready"}:
                 self.address = said.get("address", "")
                 self.ready.set()
+                self._on_ready()
             case {"event": "settled"}:
                 self.settled.set()
             case {"event": "lost", "engine": engine, "process_id": process_id, "cause": cause}:
@@ -195,10 +127,12 @@ class _Deployment:
         tasks: anyio.abc.TaskGroup,
         *,
         started: Callable[[Started], None],
+        ready: Callable[[str], None],
         complain: Callable[[str], None],
     ) -> None:
         self._tasks = tasks
         self._started = started
+        self._ready = ready
         self._complain = complain
         self._stopping = False
         self.children: list[_Child] = []
@@ -218,7 +152,7 @@ class _Deployment:
             stderr=None,
             start_new_session=True,
         )
-        child = _Child(name, process, self._lost)
+        child = _Child(name, process, on_ready=self._is_ready, on_lost=self._lost)
         before = next((n for n, one in enumerate(self.children) if one.name == name), None)
         if before is None:
             self.children.append(child)
@@ -250,6 +184,12 @@ class _Deployment:
             self.code = passed_on(child.process.returncode)
         child.told = True
         self.failed.set()
+
+    def _is_ready(self) -> None:
+        """Whoever read that a part has ended reads when all of them serve again."""
+        serve = (one.ready.is_set() and not one.ended.is_set() for one in self.children)
+        if self._restarts and not self._stopping and all(serve):
+            self._ready(self.children[0].address)
 
     def _may_start_again(self, child: _Child) -> bool:
         """Whether an engine's end is its own, and not the doing of its settings or its place."""
@@ -349,11 +289,12 @@ async def supervise(
 
     A part that was set wrongly or refused gives its own exit code (2 or 4), all else 1.
     The scheduler's death ends everything, and so does an engine that cannot be kept running.
+    `ready` is told the address when all parts serve, and again when one that was replaced does.
     `hurry` has what is open aborted instead of finished, once `stop` is set.
     """
     with parts.engine_credential() as known:
         async with anyio.create_task_group() as tasks:
-            deployment = _Deployment(tasks, started=started, complain=complain)
+            deployment = _Deployment(tasks, started=started, ready=ready, complain=complain)
             try:
                 async with anyio.create_task_group() as run:
                     run.start_soon(_cancel_when, stop, run.cancel_scope)
