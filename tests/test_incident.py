@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.incident.__main__ import FIRST, GOLDEN, SECOND, told
+from examples.incident.__main__ import FIRST, GOLDEN, SECOND, told, verdict
 from examples.incident.simulation import Setup, simulate
 from lifecycle.events import RejectCode
 from lifecycle.forensics_sums import exposures
@@ -150,6 +150,20 @@ def test_the_outputs_are_the_kept_ones(tmp_path: Path) -> None:
     for name, text in told(tmp_path).items():
         kept = (GOLDEN / name).read_text()
         assert text == kept, name
+
+
+def test_the_last_line_says_whether_the_outputs_are_the_kept_ones(tmp_path: Path) -> None:
+    """Equal and exit code 0, or which of them differ and 1; what was not made is not passed over."""
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text(name)
+    same = {"one.txt": "one.txt", "two.txt": "two.txt"}
+    line, code = verdict(same, tmp_path)
+    assert (line.startswith("EQUAL: 2 outputs as those kept in "), code) == (True, 0)
+    line, code = verdict({"one.txt": "one.txt"}, tmp_path)
+    assert (line.endswith("; not made and not compared: two.txt"), code) == (True, 0)
+    line, code = verdict({**same, "two.txt": "changed", "new.txt": ""}, tmp_path)
+    assert line.startswith("NOT EQUAL: 2 of 3 outputs differ from those kept in ")
+    assert (line.endswith(": two.txt, new.txt"), code) == (True, 1)
 
 
 def test_the_page_quotes_what_the_verb_says() -> None:

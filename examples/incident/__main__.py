@@ -15,10 +15,12 @@ import io
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from examples.incident.simulation import Engine, Setup, simulate
+from lifecycle.wording import counted
 from transport import cli
 
 HERE = Path(__file__).parent
@@ -89,6 +91,22 @@ def put(lines: list[str], page: Path) -> None:
     page.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after)
 
 
+def verdict(outputs: Mapping[str, str], golden: Path) -> tuple[str, int]:
+    """One line that says whether these outputs are the kept ones, and the exit code."""
+    kept = {path.name: path.read_text() for path in golden.iterdir()}
+    where = f"those kept in {os.path.relpath(golden)}"
+    unequal = [name for name, text in outputs.items() if kept.get(name) != text]
+    if unequal:
+        several = counted(len(outputs), "output")
+        return (
+            f"NOT EQUAL: {len(unequal)} of {several} differ from {where}: {', '.join(unequal)}",
+            1,
+        )
+    missing = kept.keys() - outputs.keys()
+    left = f"; not made and not compared: {', '.join(sorted(missing))}" if missing else ""
+    return f"EQUAL: {counted(len(outputs), 'output')} as {where}{left}", 0
+
+
 def main() -> int:
     """Run everything; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.incident", description=__doc__)
@@ -106,21 +124,18 @@ def main() -> int:
             outputs["in-memory.txt"] = facts
             if given.update:
                 put(measured, PAGE)
-    different = []
     for name, text in outputs.items():
         (given.folder / name).write_text(text)
-        kept = GOLDEN / name
-        if given.update:
-            GOLDEN.mkdir(exist_ok=True)
-            kept.write_text(text)
-        elif not kept.exists() or kept.read_text() != text:
-            different.append(name)
+    if given.update:
+        GOLDEN.mkdir(exist_ok=True)
+        for name, text in outputs.items():
+            (GOLDEN / name).write_text(text)
     sys.stdout.write(outputs["refused-walks-on.exposures.txt"])
     sys.stdout.write("\n".join(measured))
     sys.stdout.write(f"written to {given.folder}\n")
-    for name in different:
-        sys.stderr.write(f"{given.folder / name} differs from {GOLDEN / name}\n")
-    return 1 if different else 0
+    line, code = verdict(outputs, GOLDEN)
+    sys.stdout.write(f"{line}\n")
+    return code
 
 
 if __name__ == "__main__":
