@@ -79,7 +79,7 @@ def test_the_runs_reach_what_is_dangerous() -> None:
     wanted = {"engine-ended", "scheduler-died", "client-finished", "client-gone", "client-broken"}
     assert wanted <= set(reached)
     landings = {"landed-after-death", "landed-in-doubt", "refused-by-the-receiver"}
-    reports = {"lied", "doubted", "corrupted", "pages-left-in-quarantine"}
+    reports = {"lied", "doubted", "torn", "corrupted", "pages-left-in-quarantine", "began-again"}
     assert landings | reports <= set(reached)
     assert {"Requeued", "Quarantined", "Aborted", "Lost", "Resumed", "Dropped"} <= set(events)
 
@@ -298,7 +298,7 @@ def test_the_command_prints_its_seed_and_how_much_it_did(
     assert counts[0][:2] == (3, 3)
     assert cli.run(["fuzz", "--simulate", "--seed=3", "--runs=1"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("seed 3: 1 runs, ")
+    assert said.startswith("seed 3: 1 run, ")
     assert said.endswith("nothing found\n")
     for other in ("--exhaustive", "--junit=report.xml", "--corpus=kept"):
         assert cli.run(["fuzz", "--simulate", other]) == 2

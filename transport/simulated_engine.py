@@ -34,8 +34,9 @@ from transport.prefill_owner import PrefillOwner
 from transport.settings import EngineSettings
 from transport.simulated_control import MILLISECOND, Control, Door, Network
 from transport.simulated_memory import Layout, Region
-from transport.simulated_plane import SimulatedPlane, Wires
+from transport.simulated_plane import SimulatedPlane
 from transport.simulated_runners import SimulatedDecodeRunner, SimulatedPrefillRunner
+from transport.simulated_wires import Wires
 
 TICK_NS = 20 * MILLISECOND
 SECOND = 1_000 * MILLISECOND

@@ -1,7 +1,7 @@
 """A data plane whose writes land late and piecemeal, and whose reports may lie.
 
-Owns: what is in flight, when each piece of it lands, and what the writer is told.
-Must not know: requests, the log; it compares landings with the owner's own books, as an oracle.
+Owns: what one party may do with the wires, and what it can prove.
+Must not know: requests, the log, when anything lands.
 
 Two kinds are simulated, which differ in what the receiver can do.
 Where the receiver places bytes, the real placement table decides over each piece, and a grant or
@@ -11,12 +11,7 @@ exit of the writer proves that none is left.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from random import Random
-
-import attrs
 
 from engine.dataplane import (
     Answer,
@@ -35,198 +30,14 @@ from engine.dataplane import (
     check_writes,
 )
 from engine.dataplane import Region as Registered
-from engine.dataplane_errors import PeerClosed, PeerMismatch
-from engine.simulator_clock import Clock
-from engine.world_values import Found
-from transport.planes.placement import Fate, PlacementTable, TicketName
+from engine.dataplane_errors import PeerClosed, PeerMismatch, PlaneMisused
+from transport.planes.placement import PlacementTable, TicketName
 from transport.planes.tickets import TicketBook
 from transport.simulated_memory import WORD, Region
+from transport.simulated_wires import Flight, Holder, Wires
 
 PLANE_NAME = "simulated"
 PIECES_MAX = 4
-MICROSECOND = 1_000
-
-Holder = Callable[[int], GrantKey | None]
-"""Which grant the owner's own books give a page to."""
-
-
-@attrs.frozen
-class Weather:
-    """How the plane treats writes: each is the chance of one write, times are upper bounds.
-
-    doubt: the writer is told `IN_DOUBT` and the bytes go on; fail: some bytes never arrive;
-    corrupt: a bit is flipped on the way; lie: `DONE` is reported before the last piece lands.
-    """
-
-    delay_ns: int = 200 * MICROSECOND
-    slow_ns: int = 0
-    doubt: float = 0.0
-    fail: float = 0.0
-    corrupt: float = 0.0
-    lie: float = 0.0
-
-
-@attrs.define(eq=False)
-class Flight:
-    """A posted write: its pieces that have not landed, and what is to be said of it."""
-
-    writer: SimulatedPlane
-    owner: SimulatedPlane
-    ticket: Ticket
-    name: TicketName
-    pieces: list[Write]
-    lost: int = 0
-    corrupt: bool = False
-    lie: bool = False
-    captured: bytes | None = None
-    over: bool = False
-
-
-class Wires:
-    """What all planes of a run share: the owners by name, the weather, every flight."""
-
-    def __init__(self, clock: Clock, chance: Random, *, placing: bool) -> None:
-        self.clock = clock
-        self.chance = chance
-        self.placing = placing
-        self.weather = Weather()
-        self.owners: dict[str, SimulatedPlane] = {}
-        self.flights: list[Flight] = []
-        self.reached: Counter[str] = Counter()
-
-    def begin(self, flight: Flight) -> None:
-        """Let the pieces of a write go, in any order, each at its own time."""
-        chance, weather = self.chance, self.weather
-        draw = chance.random()
-        self.flights.append(flight)
-        if draw >= weather.lie:
-            # What has been called done and lands later lands in the order of its addresses: the
-            # header comes first, and no other word of a page could show that it is foreign.
-            chance.shuffle(flight.pieces)
-        span = weather.delay_ns + (chance.randrange(weather.slow_ns) if weather.slow_ns else 0)
-        times = sorted(chance.randrange(1, span + 1) for _ in flight.pieces)
-        told = times[-1] + chance.randrange(1, weather.delay_ns + 1)
-        for piece, time in zip(tuple(flight.pieces), times, strict=True):
-            self.clock.after(time, partial(self._land, flight, piece))
-        if draw < weather.lie:
-            flight.lie = True
-            told = chance.randrange(1, times[-1] + 1)
-        elif draw < weather.lie + weather.corrupt:
-            flight.corrupt = True
-        elif draw < weather.lie + weather.corrupt + weather.fail:
-            flight.lost = chance.randrange(1, len(flight.pieces) + 1)
-        elif draw < weather.lie + weather.corrupt + weather.fail + weather.doubt:
-            self.reached["doubted"] += 1
-            doubt = chance.randrange(1, told + 1)
-            self.clock.after(doubt, partial(self._doubt, flight))
-            if chance.random() < 0.5:
-                # The wire is silent about it until somebody asks.
-                return
-        self.clock.after(told, partial(self._tell, flight))
-
-    def _doubt(self, flight: Flight) -> None:
-        if not flight.writer.dead:
-            flight.writer.book.settle(flight.ticket, Answer.IN_DOUBT, "the stream broke")
-
-    def _land(self, flight: Flight, piece: Write) -> None:
-        """One piece arrives, unless it was lost, fenced, or has nobody to arrive at."""
-        if piece not in flight.pieces or flight.over:
-            return
-        flight.pieces.remove(piece)
-        owner = flight.owner
-        if owner.dead or len(flight.pieces) < flight.lost:
-            return
-        if self.placing:
-            if owner.table.begin(flight.name, _extent(piece)) is not None:
-                self.reached["refused-by-the-receiver"] += 1
-                return
-            owner.table.end(flight.name)
-        source = flight.captured or flight.writer.region.bytes
-        data = bytearray(source[piece.source_offset : piece.source_offset + piece.length])
-        if flight.corrupt and not flight.pieces:
-            self.reached["corrupted"] += 1
-            data[self.chance.randrange(len(data))] ^= 1 << self.chance.randrange(8)
-        if flight.writer.dead:
-            self.reached["landed-after-death"] += 1
-        elif flight.writer.book.answer(flight.ticket) is Answer.IN_DOUBT:
-            self.reached["landed-in-doubt"] += 1
-        if not flight.lie and owner.holder is not None:
-            self._judge(flight, piece, owner.holder)
-        owner.region.bytes[piece.target_offset : piece.target_offset + piece.length] = data
-        if not flight.pieces and flight.captured is not None:
-            # Nobody is left to be told, or has been told already.
-            flight.over = True
-            self.flights.remove(flight)
-
-    def _judge(self, flight: Flight, piece: Write, holder: Holder) -> None:
-        size = flight.owner.region.layout.block_bytes
-        page = piece.target_offset // size
-        held = holder(page)
-        if held != flight.ticket.grant:
-            whose = "a free page" if held is None else f"a page of {held}"
-            raise Found("late-write", f"a write for {flight.ticket.grant} lands on {whose}")
-
-    def _tell(self, flight: Flight) -> None:
-        """The writer hears what became of its write."""
-        if flight.over or flight.writer.dead:
-            return
-        if flight.lie and flight.pieces:
-            # It says DONE, and pieces are still on their way: only the headers are left to tell.
-            self.reached["lied"] += 1
-            flight.captured = bytes(flight.writer.region.bytes)
-            flight.writer.book.settle(flight.ticket, Answer.DONE)
-            return
-        self._finish(flight)
-
-    def _finish(self, flight: Flight) -> None:
-        """Nothing of this write lands any more, and the writer is told whether all of it did."""
-        if flight.over:
-            return
-        owner, whole = flight.owner, not flight.pieces and not flight.lost and not flight.owner.dead
-        if self.placing and whole:
-            whole = owner.table.complete(flight.name)
-        flight.over = True
-        self.flights.remove(flight)
-        if whole:
-            flight.writer.book.settle(flight.ticket, Answer.DONE)
-            return
-        if self.placing:
-            owner.table.give_up(flight.name)
-        flight.writer.book.settle(flight.ticket, Answer.FAILED_QUIESCED, "it did not all arrive")
-
-    def inquire(self, flight: Flight) -> None:
-        """Ask what became of a write: where the receiver places, that gives it up."""
-        if flight.over:
-            return
-        if flight.owner.dead and not self.placing:
-            return
-        if self.placing and not flight.owner.dead:
-            fate = flight.owner.table.settle(flight.name)
-            if fate is Fate.PENDING:
-                return
-        elif flight.pieces:
-            return
-        self._finish(flight)
-
-    def died(self, plane: SimulatedPlane) -> None:
-        """A process is gone: what it had put on the wire may still arrive where bytes are sent.
-
-        A write into shared memory is the writer's own copying, and ends with it.
-        """
-        plane.dead = True
-        for flight in tuple(self.flights):
-            if flight.writer is plane:
-                flight.captured = bytes(plane.region.bytes)
-                if not self.placing:
-                    flight.over = True
-                    self.flights.remove(flight)
-                    flight.pieces.clear()
-            elif flight.owner is plane:
-                flight.pieces.clear()
-
-
-def _extent(piece: Write) -> Span:
-    return Span(offset=piece.target_offset, length=piece.length)
 
 
 class SimulatedPlane:
@@ -246,6 +57,7 @@ class SimulatedPlane:
         self._of: dict[Ticket, Flight] = {}
         self._closed: set[int] = set()
         self._gone: set[PartyKey] = set()
+        self._let_in: dict[GrantKey, frozenset[PartyKey]] = {}
         self._posted = 0
         wires.owners[party] = self
 
@@ -258,25 +70,32 @@ class SimulatedPlane:
         )
 
     def register(self, buffer: memoryview) -> Registered:
-        """The region was given when the plane was made."""
-        return Registered(length=len(buffer))
+        """Never: the region was given when the plane was made, and a plane has one."""
+        raise PlaneMisused(f"a plane has one region; {len(buffer)} bytes more were given")
 
     def descriptor(self) -> str:
-        """How others find this region; its key is none."""
+        """How others find this region."""
         return Descriptor(
             plane=PLANE_NAME,
             endpoint="here",
             pool_bytes=len(self.region.bytes),
             incarnation=self.party,
-            key="00",
+            key=self._key,
         ).encode()
+
+    @property
+    def _key(self) -> str:
+        """A key of this life; it need not be secret, for nobody here guesses."""
+        return self.party.encode().hex()
 
     def open_peer(self, descriptor: str) -> Peer:
         """Find the owner; one that is gone leads nowhere."""
         published = Descriptor.decode(descriptor, plane=PLANE_NAME)
-        owner = self.wires.owners[published.incarnation]
-        if owner.dead:
+        owner = self.wires.owners.get(published.incarnation)
+        if owner is None or owner.dead:
             raise PeerMismatch(endpoint="here", why="nobody is there")
+        if published.key != owner._key:  # noqa: SLF001 - of its own class
+            raise PeerMismatch(endpoint="here", why="other key")
         serial = len(self._links) + 1
         self._links[serial] = owner
         return Peer(
@@ -307,7 +126,7 @@ class SimulatedPlane:
         return ticket
 
     def _cut(self, writes: Sequence[Write]) -> list[Write]:
-        """Pieces of whole words, at random borders, none over two pages."""
+        """Pieces of whole words, at random borders, none over two pages; a broken page is one."""
         pieces: list[Write] = []
         size, chance = self.region.layout.block_bytes, self.wires.chance
         for write in writes:
@@ -323,6 +142,11 @@ class SimulatedPlane:
                             length=(stop - first) * WORD,
                         )
                     )
+            rest = write.length % size
+            if rest:
+                at = write.length - rest
+                source, target = write.source_offset + at, write.target_offset + at
+                pieces.append(Write(source_offset=source, target_offset=target, length=rest))
         return pieces
 
     def poll(self, ticket: Ticket) -> Answer:
@@ -345,17 +169,25 @@ class SimulatedPlane:
         """Let these parties in."""
         size = len(self.region.bytes)
         self.table.expose(grant, spans=spans, parties=parties, pool_bytes=size)
+        self._let_in[grant] = frozenset(parties)
 
     def fence(self, grant: GrantKey) -> FenceProof | None:
-        """Refuse the grant for ever, where the receiver places the bytes."""
-        if not self.wires.placing or not self.table.fence(grant):
+        """Refuse the grant for ever, or know that whoever was let in is gone."""
+        refused, parties = self.table.fence(grant), self._let_in.get(grant)
+        if self.wires.placing:
+            said = FenceProof(scope=FenceScope.GRANT, grant=grant, parties=None, evidence="refused")
+            return said if refused else None
+        if parties is None or not parties <= self._gone:
             return None
-        return FenceProof(scope=FenceScope.GRANT, grant=grant, parties=None, evidence="refused")
+        gone = tuple(sorted(parties))
+        return FenceProof(scope=FenceScope.PROCESS, grant=grant, parties=gone, evidence="gone")
 
     def fence_party(
         self, party: PartyKey, observed: ObservedExit | None = None
     ) -> FenceProof | None:
         """Refuse the party for ever, or know that it is gone."""
+        if observed is not None and observed.party != party:
+            raise PlaneMisused(f"the exit of {observed.party} proves nothing about {party}")
         if observed is not None:
             self._gone.add(party)
         refused = self.wires.placing and self.table.fence_party(party)
@@ -367,6 +199,7 @@ class SimulatedPlane:
     def retire(self, grant: GrantKey) -> None:
         """The exposure ends for ever."""
         self.table.fence(grant)
+        self._let_in.pop(grant, None)
 
     def close(self, peer: Peer) -> CloseProof | None:
         """Post no more; proved once no ticket is in flight."""

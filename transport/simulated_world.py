@@ -23,8 +23,8 @@ from transport.simulated_clients import Client
 from transport.simulated_control import MILLISECOND, Network
 from transport.simulated_engine import Engine, Parts
 from transport.simulated_faults import Fault, Plan
-from transport.simulated_plane import Weather, Wires
 from transport.simulated_scheduler import SECOND, SchedulerPart
+from transport.simulated_wires import Weather, Wires
 
 CHECK_EVERY = 64
 REST_NS = 100 * MILLISECOND
@@ -32,7 +32,7 @@ PATIENCE_NS = 90 * SECOND
 """How long after healing everything may take to come to rest."""
 
 STORMS = {
-    "doubt": Weather(doubt=0.3),
+    "doubt": Weather(doubt=0.3, tear=0.1),
     "fail": Weather(fail=0.3),
     "corrupt": Weather(corrupt=0.3),
     "lie": Weather(lie=0.3),
