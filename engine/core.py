@@ -354,7 +354,9 @@ class EngineCore(Generic[JobT]):
     def _same_prompt(self, admitted: Admitted, job: Job) -> bool:
         """Whether the payload is the prompt that was admitted; the attempt fails where it is not."""
         tokens = job.payload.tokens
-        mine = (len(tokens), self._digest(job.request, tokens))
+        if job.digested is None or job.digested[0] is not tokens:
+            job.digested = (tokens, self._digest(job.request, tokens))
+        mine = (len(tokens), job.digested[1])
         if mine == (admitted.prompt_tokens, admitted.prompt_digest):
             return True
         message = (

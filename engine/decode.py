@@ -145,8 +145,10 @@ class DecodeCore(EngineCore[DecodeJob]):
             ready = (ready + ready)[start : start + self.batch]
             self._turn = start + self.batch
         self.steps_started += 1
-        self.running = frozenset(job.request for job in ready)
-        return Step(self.steps_started, tuple(self._slice(job) for job in ready))
+        self.running = frozenset([job.request for job in ready])
+        return Step(self.steps_started, tuple([self._slice(job) for job in ready]))
+
+    # Every token of every request goes through the methods from here to `_slice`.
 
     def _runnable(self, job: DecodeJob) -> bool:
         state = self.log.state(job.request)
@@ -155,8 +157,12 @@ class DecodeCore(EngineCore[DecodeJob]):
     @staticmethod
     def _decodes(job: DecodeJob, state: RequestState) -> bool:
         """Whether this attempt gives tokens and is to give more."""
-        running = state.phase is Phase.DECODING and state.attempt == job.attempt
-        return running and not job.failed and job.finished is None
+        return (
+            state.phase is Phase.DECODING
+            and state.attempt == job.attempt
+            and not job.failed
+            and job.finished is None
+        )
 
     def _position(self, job: DecodeJob) -> int:
         return len(job.payload.tokens) - 1 + job.given
@@ -167,16 +173,17 @@ class DecodeCore(EngineCore[DecodeJob]):
 
     def _seat(self, job: DecodeJob, state: RequestState) -> Seat:
         """The request's pages on this rank, and how many tokens they hold."""
-        if job.seat is None or job.seat.state is not state:
+        seat = job.seat
+        if seat is None or seat.state is not state:
             grants = [grant.reserved for grant in self._mine(state)]
             room = max((reserved.tokens.stop for reserved in grants), default=0)
             placed = [(run, reserved.tag) for reserved in grants for run in reserved.pages]
             pages, tags = tuple(run for run, _ in placed), tuple(tag for _, tag in placed)
-            job.seat = Seat(state, room, pages, tags)
-        return job.seat
+            seat = job.seat = Seat(state, room, pages, tags)
+        return seat
 
     def _slice(self, job: DecodeJob) -> DecodeSlice:
-        seat = self._seat(job, self.log.state(job.request))
+        seat = self._seat(job, self.log.requests[job.request])
         return DecodeSlice(
             job.request, job.attempt, self._position(job), job.given, seat.pages, seat.tags
         )
@@ -195,16 +202,17 @@ class DecodeCore(EngineCore[DecodeJob]):
         """
         self.steps_ended = step.number
         self.running = frozenset()
+        failed, finished = failed or {}, finished or {}
         for part in step.slices:
             job = self.jobs.get(part.request)
             if job is None or job.attempt != part.attempt:
                 continue
-            why = (failed or {}).get(part.request)
+            why = failed.get(part.request)
             if why is not None:
                 self.fail(job, why)
                 continue
             job.given += 1
-            job.finished = (finished or {}).get(part.request)
+            job.finished = finished.get(part.request)
         names = [part.request for part in step.slices if self._asks(part.request)]
         return self.advance_all(*(names or self.waiting)) if names or self.waiting else []
 

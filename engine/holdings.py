@@ -57,6 +57,8 @@ class Job:
     attempt: int
     payload: Payload
     failed: bool = False
+    digested: tuple[tuple[int, ...], bytes] | None = None
+    """The prompt's tokens, and their digest: every news of a request asks for it again."""
 
 
 @attrs.frozen

@@ -99,10 +99,11 @@ class Judge(Sequencer):
 
     def _repeat(self, proposal: Proposal) -> int | None:
         """The position at which this proposal's effect already stands in the log."""
-        body, party = proposal.body, proposal.party
+        body, party, kind = proposal.body, proposal.party, type(proposal.body)
         for position, entry in self.entries.get(proposal.request, ()):
             known = entry.event
-            same = known == body and entry.attempt == proposal.attempt
+            # Almost every entry is of another kind, and so never equal.
+            same = type(known) is kind and known == body and entry.attempt == proposal.attempt
             if isinstance(known, Drained) and isinstance(body, Drained):
                 same = (known.grant, known.party) == (body.grant, body.party)
             if (

@@ -286,12 +286,13 @@ class Scheduler(Judge):
         relay = self.relays.get(request)
         if relay is None or state.phase is not Phase.DECODING or state.attempt != attempt:
             return []
-        if state.admitted is None or not state.admitted.decode.has(party):
+        admitted = state.admitted
+        if admitted is None or not admitted.decode.has(party):
             return []
         known = relay.held - first
         if known < 0 or known >= len(tokens):
             return []
-        last = state.admitted.new_tokens_max - first
+        last = admitted.new_tokens_max - first
         fresh = tokens[known:last]
         if not fresh:
             return []

@@ -17,6 +17,7 @@ from engine.decode import DecodeCore
 from engine.effects import (
     Answer,
     Append,
+    DecodeSlice,
     Payload,
     Publish,
     SchedulerEffect,
@@ -37,10 +38,10 @@ from engine.simulator_memory import TracedMemory
 from engine.simulator_report import Books, Summary
 from engine.simulator_values import Cluster, Costs, Goals, TraceRequest
 from engine.world_books import judge_home
-from engine.world_values import CORE_ERRORS, Found, Tokens, as_found
+from engine.world_values import CORE_ERRORS, Found, as_found
 from lifecycle.decide import Limits
 from lifecycle.events import Attached, Entry, FenceScope, Role
-from lifecycle.ids import EngineId, Party, RequestId
+from lifecycle.ids import EngineId, Party, RequestId, party_of
 
 BLANK = ("",)
 """The text of a token; traces hold no text."""
@@ -173,7 +174,7 @@ class Simulation:
     def _join(self, engine: EngineId, role: Role) -> None:
         cluster, prefill = self.cluster, role is Role.PREFILL
         tokens = cluster.prefill_pool_tokens if prefill else cluster.decode_pool_tokens
-        party = Party(engine, 1, 0)
+        party = party_of(engine, 1, 0)
         attached = Attached(
             engine=engine,
             incarnation=1,
@@ -229,24 +230,22 @@ class Simulation:
         return core
 
     def _hear(self, party: Party, items: list[Up]) -> None:
+        now = self.clock.now_ns
         for item in items:
-            if isinstance(item, Tokens):
+            if isinstance(item, DecodeSlice):
                 for told in self.scheduler.tokens(
                     party,
                     item.request,
                     item.attempt,
-                    first=item.first,
-                    tokens=item.tokens,
+                    first=item.index,
+                    tokens=(item.position,),
                     texts=BLANK,
                     logprobs=(),
                 ):
-                    self._told(told)
+                    if isinstance(told, TellTokens):
+                        self.books.tokens(told.request, len(told.tokens), now)
             else:
-                self.perform(self.scheduler.propose(item, self.clock.now_ns))
-
-    def _told(self, effect: SchedulerEffect) -> None:
-        if isinstance(effect, TellTokens):
-            self.books.tokens(effect.request, len(effect.tokens), self.clock.now_ns)
+                self.perform(self.scheduler.propose(item, now))
 
     # --- effects ------------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ class Clock:
     def at(self, time_ns: int, call: Callable[[], None]) -> None:
         """Make this call at that time, or next where it has passed."""
         self._asked += 1
-        heapq.heappush(self._due, (max(time_ns, self.now_ns), self._asked, call))
+        due_ns = max(time_ns, self.now_ns)
+        heapq.heappush(self._due, (due_ns, self._asked, call))
 
     def after(self, delay_ns: int, call: Callable[[], None]) -> None:
         """Make this call so many nanoseconds from now."""
@@ -62,8 +63,9 @@ class Wire(Generic[T]):
 
     def _arrive(self) -> None:
         arrived: list[T] = []
-        while self._items and self._items[0][0] <= self._clock.now_ns:
-            arrived.append(self._items.popleft()[1])
-        if self._items:
-            self._clock.at(self._items[0][0], self._arrive)
+        items, now_ns = self._items, self._clock.now_ns
+        while items and items[0][0] <= now_ns:
+            arrived.append(items.popleft()[1])
+        if items:
+            self._clock.at(items[0][0], self._arrive)
         self._deliver(arrived)

@@ -29,11 +29,12 @@ from engine.simulator_clock import Clock
 from engine.simulator_memory import TracedMemory
 from engine.simulator_values import Cluster, Costs
 from engine.world_memory import count_reads
-from engine.world_values import Tokens
 from lifecycle.events import Finished, FinishReason, Proposal, Verified
 from lifecycle.ids import Party, RequestId, count_pages
 
-Up = Proposal | Tokens
+Up = Proposal | DecodeSlice
+"""What an engine says; a slice that was run says that its token is there."""
+
 Down = Publish | Synced | Answer
 
 
@@ -188,12 +189,12 @@ class SimulatedDecode(SimulatedEngine):
 
     def _step_ended(self, step: Step) -> None:
         finished: dict[RequestId, Finished] = {}
-        now = self.clock.now_ns
+        now, requests = self.clock.now_ns, self.core.log.requests
         for part in step.slices:
             assert isinstance(part, DecodeSlice), "a decode step has decode slices"
             self.memory.append(self.core, part)
-            self._send(Tokens(part.request, part.attempt, part.index, (part.position,)))
-            admitted = self.core.log.requests[part.request].admitted
+            self._send(part)
+            admitted = requests[part.request].admitted
             if admitted is not None and part.index + 1 >= admitted.new_tokens_max:
                 self.memory.read(self.core, part, part.position + 1)
                 pages = count_reads(part, self.memory.page_tokens)

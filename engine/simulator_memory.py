@@ -11,6 +11,7 @@ compared when its decoding begins and when it ends, and nothing else can change 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from engine.decode import DecodeCore
 from engine.effects import DecodeSlice, Post, PrefillSlice
@@ -56,11 +57,11 @@ class TracedMemory:
 
     def append(self, core: DecodeCore, part: DecodeSlice) -> None:
         """A decode step has written the token that it ran."""
-        if part.position % self.page_tokens and part.index:
+        place, within = divmod(part.position, self.page_tokens)
+        if within and part.index:
             return
-        place = part.position // self.page_tokens
-        page = slice_pages(part.pages, start=place, stop=place + 1)
-        self._fill(self._pools[core.party], page, _mark(part.request, part.attempt))
+        page = _page_at(part.pages, place)
+        self._pools[core.party][page] = _mark(part.request, part.attempt)
 
     def read(self, core: DecodeCore, part: DecodeSlice, tokens: int) -> None:
         """Every page that holds the request's first `tokens` tokens is its own."""
@@ -89,6 +90,16 @@ class TracedMemory:
             raise Found("step-on-unheld", f"{core.party}: {what} pages that {request} has not")
 
 
+def _page_at(runs: tuple[PageRange, ...], place: int) -> int:
+    """The page that holds that place of a sequence of pages."""
+    for run in runs:
+        if place < run.count:
+            return run.first + place
+        place -= run.count
+    raise Found("step-on-unheld", f"a decode step writes {place} pages behind those it was given")
+
+
+@lru_cache(maxsize=4096)
 def _mark(request: RequestId, attempt: int) -> int:
     """The number of an attempt, which no other attempt has, and no page before it is written."""
     return (int(request[-SERIAL_DIGITS:], 16) << 8) + attempt

@@ -23,7 +23,7 @@ import structlog
 import torch
 
 from engine.pool import bytes_needed
-from lifecycle.ids import EngineId, Party
+from lifecycle.ids import EngineId, Party, party_of
 from transport.engine_hooks import NO_HOOKS, EngineHooks
 from transport.engine_parts import Loaded, Progress, ProgressLines, load
 from transport.engine_planes import open_memory, pool_pages, shut_down
@@ -92,7 +92,7 @@ async def run_engine(
 def _next_life(settings: EngineSettings, previous: PreviousLife | None) -> Party:
     """Milliseconds of wall time grow from one life to the next, also if the clock went back."""
     last = 0 if previous is None else previous.incarnation
-    return Party(EngineId(settings.engine), max(time.time_ns() // 1_000_000, last + 1), 0)
+    return party_of(EngineId(settings.engine), max(time.time_ns() // 1_000_000, last + 1), 0)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from engine.effects import Payload
 from engine.sampler import SamplingParams
 from lifecycle.events import Drained, Finished, Proposal
 from transport.codec import encode_grant, encode_pages, encode_proposal
-from transport.engine_owner import NewTokens, Outgoing, Owner
+from transport.engine_owner import Counters, NewTokens, Outgoing, Owner
 from transport.mailbox import Mailbox
 from transport.pb import fleet_pb2 as pb
 from transport.pb import fleet_pb2_grpc, generation_pb2
@@ -34,6 +34,7 @@ BACKOFF_SECONDS_FIRST = 0.05
 BACKOFF_SECONDS_MAX = 2.0
 """Less where leases are short: a rank must come back to a new scheduler before its lease ends."""
 MESSAGE_BYTES_MAX = 64 << 20
+_COUNTED = tuple(field.name for field in attrs.fields(Counters))
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -223,7 +224,8 @@ def encode_tokens(item: NewTokens) -> pb.TokenBatch:
 
 def encode_heartbeat(owner: Owner[Any]) -> pb.EngineItem:
     """A sign of life; its cursor lets the scheduler forget what this engine has taken in."""
-    counted = pb.EngineCounters(**attrs.asdict(owner.counters()))
+    counters = owner.counters()
+    counted = pb.EngineCounters(**{name: getattr(counters, name) for name in _COUNTED})
     return pb.EngineItem(heartbeat=pb.Heartbeat(cursor=encode_cursor(owner), counters=counted))
 
 

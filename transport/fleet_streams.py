@@ -74,6 +74,7 @@ class FleetStreams:
         self.ranks: dict[Party, Rank] = {}
         self.ahead: dict[Party, int] = {}
         self._on_gone = on_gone
+        self._published: tuple[Publish, pb.SchedulerItem] | None = None
 
     def current(self, link: Link) -> Party | None:
         """The rank whose stream this is, unless another one has taken its place."""
@@ -112,22 +113,33 @@ class FleetStreams:
         link = self.links.get(effect.party)
         if link is None or not link.live:
             return
-        items = [self._peer(link, party) for party in self._named(effect)]
+        peers = [self._peer(link, party) for party in self._named(effect)]
+        known = (*(peer for peer in peers if peer is not None), self._publication(effect))
+        if self._goes_ahead(link, effect):
+            lowest = next((held.position for held in link.held if held.position), None)
+            if lowest is not None:
+                self.ahead.setdefault(effect.party, lowest)
+            self._put(link, known)
+            return
+        self._hold(link, effect.position, effect.durable, *known, request=effect.entry.request)
+
+    def _publication(self, effect: Publish) -> pb.SchedulerItem:
+        """The entry as it is sent; ranks that are shown the same are sent the same object.
+
+        An entry is published to one rank after the other, and whoever sends it only reads it.
+        """
+        last = self._published
+        if last is not None and last[0].entry is effect.entry and last[0].payload is effect.payload:
+            return last[1]
         publication = pb.Publication(
             position=effect.position, entry=codec.encode_entry(effect.entry)
         )
         if effect.payload is not None and isinstance(effect.entry.event, Admitted):
             key = self.owner.clients.digest_key
             publication.payload.CopyFrom(payload_message(effect, digest_key=key))
-        known = (*(i for i in items if i is not None), pb.SchedulerItem(publication=publication))
-        if self._goes_ahead(link, effect):
-            lowest = next((held.position for held in link.held if held.position), None)
-            if lowest is not None:
-                self.ahead.setdefault(effect.party, lowest)
-            if not all(link.outbox.put(item) for item in known):
-                self._overflow(link)
-            return
-        self._hold(link, effect.position, effect.durable, *known, request=effect.entry.request)
+        item = pb.SchedulerItem(publication=publication)
+        self._published = (effect, item)
+        return item
 
     def _goes_ahead(self, link: Link, effect: Publish) -> bool:
         """Whether an entry is shown before the store has it: growth, while the store has failed.
@@ -194,8 +206,7 @@ class FleetStreams:
     ) -> None:
         journal = self.owner.journal
         if overtake and position <= journal.appended:
-            if not all(link.outbox.put(item) for item in items):
-                self._overflow(link)
+            self._put(link, items)
             return
         link.held.append(Held(position, durable, items, request))
         journal.want(durable)
@@ -213,13 +224,20 @@ class FleetStreams:
             if first.position > journal.appended or first.durable > journal.durable:
                 break
             held.popleft()
-            if not all(link.outbox.put(item) for item in first.items):
-                self._overflow(link)
+            if not self._put(link, first.items):
                 return
         if not held and link.party is not None:
             self.ahead.pop(link.party, None)
         if len(held) > OUTBOX_MAX:
             self._overflow(link)
+
+    def _put(self, link: Link, items: tuple[pb.SchedulerItem, ...]) -> bool:
+        """Send these; a stream for which it is too much is cut, and that is False."""
+        for item in items:
+            if not link.outbox.put(item):
+                self._overflow(link)
+                return False
+        return True
 
     def _overflow(self, link: Link) -> None:
         _log.warning("engine_stream_cut", party=str(link.party), limit=OUTBOX_MAX)

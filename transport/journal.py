@@ -74,7 +74,7 @@ class Journal:
         self.appended = store.last_position
         self.durable = store.durable_position
         self.failure: str | None = None
-        self.grown = anyio.Event()
+        self._grown: anyio.Event | None = None
         self._backlog: deque[Append] = deque()
         self._unflushed: deque[Append] = deque()
         self._noted = self.appended
@@ -106,6 +106,12 @@ class Journal:
     def low(self) -> bool:
         """Whether so little room is left that nothing should be begun."""
         return self.room_bytes is not None and self.room_bytes < self.room_bytes_min
+
+    @property
+    def grown(self) -> anyio.Event:
+        """An event that is set when more is appended, made for who waits for it."""
+        self._grown = self._grown or anyio.Event()
+        return self._grown
 
     def append(self, effects: Iterable[Append]) -> None:
         """Append in this order, or keep for later what the store does not take now."""
@@ -183,8 +189,9 @@ class Journal:
         self._dirty.set()
         if self.appended - self.durable >= COMMIT_EVENTS:
             self._urgent.set()
-        self.grown.set()
-        self.grown = anyio.Event()
+        if self._grown is not None:
+            self._grown.set()
+            self._grown = None
 
     def _work(self, flush: bool) -> Worked:
         """In a worker thread: the durable position or what went wrong, and the room."""

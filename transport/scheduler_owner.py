@@ -108,11 +108,17 @@ class SchedulerOwner:
             reader_tokens_max=settings.reader_tokens_max,
         )
         self.on_lost: Callable[[str, int, str], None] | None = None
-        self.changed = anyio.Event()
+        self._changed: anyio.Event | None = None
         self._send, self._receive = anyio.create_memory_object_stream[Callable[[], None]](INBOX_MAX)
         self._asking: set[anyio.Event] = set()
         self._todo: deque[SchedulerEffect] = deque()
         self._performing = False
+
+    @property
+    def changed(self) -> anyio.Event:
+        """An event that is set at the next change, made for who waits for it."""
+        self._changed = self._changed or anyio.Event()
+        return self._changed
 
     @property
     def context_wanted(self) -> int | None:
@@ -322,5 +328,6 @@ class SchedulerOwner:
         self._note_change()
 
     def _note_change(self) -> None:
-        self.changed.set()
-        self.changed = anyio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

@@ -21,7 +21,7 @@ from engine.scheduler import Scheduler
 from engine.simulator_clock import Clock
 from engine.world_memory import holder
 from lifecycle.events import Role
-from lifecycle.ids import EngineId, Party
+from lifecycle.ids import EngineId, Party, party_of
 from transport.decode_owner import DecodeOwner
 from transport.engine_lives import WIND_UP_SECONDS_MAX
 from transport.engine_owner import Continuation, Owner, Send
@@ -124,8 +124,10 @@ class SimulatedShell(EngineShell):
         if code is not None:
             self._over(code)
             return
+        computing = self._computing
         self._feed()
-        self._compute_next()
+        if self._computing and not computing:
+            self._compute_next()
 
     def wake(self) -> None:
         """The data plane has something to say."""
@@ -162,8 +164,6 @@ class SimulatedShell(EngineShell):
 
     def _compute_next(self) -> None:
         """The compute thread: it touches memory at some moment of the time that it takes."""
-        if self.dead or not self._work.statistics().current_buffer_used:
-            return
         job = self._work.receive_nowait()
         takes = self._pass_ns()
         self._clock.after(takes // 2, partial(self._touch, job, takes - takes // 2))
@@ -227,7 +227,7 @@ class Engine:
         if self.shell is not None:
             return
         self.lives += 1
-        party = Party(EngineId(self.name), self._clock.now_ns // MILLISECOND + 1, 0)
+        party = party_of(EngineId(self.name), self._clock.now_ns // MILLISECOND + 1, 0)
         layout, prefill = Layout(self.sizes.page_tokens), self.role is Role.PREFILL
         pages = self.sizes.prefill_pages if prefill else self.sizes.decode_pages
         pool = Region(layout, pages)

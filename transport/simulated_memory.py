@@ -71,6 +71,7 @@ class Region:
         self.layout = layout
         self.pages = pages
         self.counters = Counters()
+        self._block_bytes = layout.block_bytes
         self._struct = struct.Struct(f"<{layout.page_tokens + HEAD_WORDS + 1}Q")
         self._token = struct.Struct("<Q")
         stale = (STALE_TAG, 0, layout.page_tokens, 0, *range(layout.page_tokens), STALE_TAG)
@@ -79,7 +80,7 @@ class Region:
     def block(self, page: int) -> Block:
         """What stands on that page."""
         tag, position, filled, digest, *rest = self._struct.unpack_from(
-            self.bytes, page * self.layout.block_bytes
+            self.bytes, page * self._block_bytes
         )
         return Block(tag, position, filled, digest, tuple(rest[:-1]), rest[-1])
 
@@ -87,7 +88,7 @@ class Region:
         """Write a page whole."""
         self._struct.pack_into(
             self.bytes,
-            page * self.layout.block_bytes,
+            page * self._block_bytes,
             block.tag,
             block.position,
             block.filled,
@@ -98,13 +99,12 @@ class Region:
 
     def open(self, page: int, *, tag: int, position: int) -> None:
         """Stamp a page that is about to be filled; the words in it stay what they were."""
-        self.put(
-            page, attrs.evolve(self.block(page), tag=tag, position=position, filled=0, tail=tag)
-        )
+        stood = self.block(page)
+        self.put(page, Block(tag, position, 0, stood.digest, stood.words, tag))
 
     def append(self, page: int, *, place: int, word: int) -> None:
         """Write one token, and count it."""
-        start = page * self.layout.block_bytes
+        start = page * self._block_bytes
         self._token.pack_into(self.bytes, start + (HEAD_WORDS + place) * WORD, word)
         self._token.pack_into(self.bytes, start + 2 * WORD, place + 1)
 
@@ -126,4 +126,4 @@ def seal(block: Block) -> int:
 
 def words_of(prompt: Sequence[int], attempt: int, *, start: int, stop: int) -> tuple[int, ...]:
     """What the tokens of an attempt's prompt should have left."""
-    return tuple(word_of(token, attempt) for token in prompt[start:stop])
+    return tuple([token << ATTEMPT_BITS | attempt for token in prompt[start:stop]])
