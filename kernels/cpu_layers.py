@@ -279,12 +279,16 @@ def attend(s: Shape, p: Plan, a: Arena, layer: int, split: int, scores: int) -> 
         if block == 0:
             continue
         count = min(s.page_tokens, tokens - logical * s.page_tokens)
+        ahead = 0
+        if logical + 1 < pages:
+            table = p.tables + (row * p.table_pages + logical) * WORD
+            ahead = (load_word(table + WORD) - load_word(table)) * s.block_bytes
         keys = block + s.row_bytes - TRAILER_BYTES
         for kv_head in range(s.kv_heads):
             head = kv_head * group
             attend_page(
                 a.query + (row * s.heads + head) * head_bytes, group, s.head_dim,
-                keys + kv_head * head_bytes, s.row_bytes, s.row_bytes // 2, count,
+                keys + kv_head * head_bytes, s.row_bytes, s.row_bytes // 2, ahead, count,
                 scores, scores_stride, a.ones, sums + head * head_bytes,
                 highest + head * FLOAT_BYTES, totals + head * FLOAT_BYTES,
             )  # fmt: skip

@@ -89,7 +89,7 @@ def product(
     x_stride = length * FLOAT_BYTES
     stride = x_stride if scales == 0 else length
     w += first * stride
-    ahead = COLUMNS * stride
+    ahead = COLUMNS * x_stride
     scale = scales + first * FLOAT_BYTES
     column = 0
     while column + COLUMNS <= columns:
@@ -119,46 +119,47 @@ def weigh(p: int, count: int, values: int, stride: int, out: int, head_dim: int)
     done = 0
     while done + 64 <= head_dim:
         offset = done * FLOAT_BYTES
-        _weigh_wide_1(p, 0, values + offset, stride, count, out + offset, 0)
+        _weigh_wide_1(p, 0, values + offset, stride, count, 0, out + offset, 0)
         done += 64
     while done < head_dim:
         offset = done * FLOAT_BYTES
-        _weigh_narrow_1(p, 0, values + offset, stride, count, out + offset, 0)
+        _weigh_narrow_1(p, 0, values + offset, stride, count, 0, out + offset, 0)
         done += 16
 
 
 @compiled
 def _weigh_heads(
-    heads: int, p: int, p_stride: int, count: int, values: int, stride: int, out: int, head_dim: int
-) -> None:
+    heads: int, p: int, p_stride: int, count: int, values: int, stride: int, ahead: int, out: int,
+    head_dim: int,
+) -> None:  # fmt: skip
     """As `weigh` for one, two or three heads that share their values; the same sums."""
     out_stride = head_dim * FLOAT_BYTES
     done = 0
     while done + 64 <= head_dim:
         here, place = values + done * FLOAT_BYTES, out + done * FLOAT_BYTES
         if heads == 3:
-            _weigh_wide_3(p, p_stride, here, stride, count, place, out_stride)
+            _weigh_wide_3(p, p_stride, here, stride, count, ahead, place, out_stride)
         elif heads == 2:
-            _weigh_wide_2(p, p_stride, here, stride, count, place, out_stride)
+            _weigh_wide_2(p, p_stride, here, stride, count, ahead, place, out_stride)
         else:
-            _weigh_wide_1(p, p_stride, here, stride, count, place, out_stride)
+            _weigh_wide_1(p, p_stride, here, stride, count, ahead, place, out_stride)
         done += 64
     while done < head_dim:
         offset = done * FLOAT_BYTES
         for head in range(heads):
-            place = out + offset + head * out_stride
-            _weigh_narrow_1(p + head * p_stride, 0, values + offset, stride, count, place, 0)
+            place, own = out + offset + head * out_stride, p + head * p_stride
+            _weigh_narrow_1(own, 0, values + offset, stride, count, ahead, place, 0)
         done += 16
 
 
 @compiled
 def page_scores(
-    queries: int, group: int, head_dim: int, keys: int, stride: int, values_offset: int,
-    count: int, scores: int, scores_stride: int,
+    queries: int, group: int, head_dim: int, keys: int, stride: int, ahead: int, count: int,
+    scores: int, scores_stride: int,
 ) -> None:  # fmt: skip
     """Scores of `group` queries against the `count` keys of one page and KV head.
 
-    The values that stand `values_offset` behind the keys are asked for on the way.
+    What stands `ahead` bytes behind the keys is asked for on the way.
     What stands behind the last score, up to the next multiple of LANES, is minus infinity.
     """
     step = head_dim * FLOAT_BYTES
@@ -166,7 +167,7 @@ def page_scores(
     while key + COLUMNS <= count:
         place = scores + key * FLOAT_BYTES
         here = keys + key * stride
-        _tiles(here, stride, queries, step, group, head_dim, values_offset, place, scores_stride)
+        _tiles(here, stride, queries, step, group, head_dim, ahead, place, scores_stride)
         key += COLUMNS
     while key < count:
         for head in range(group):
@@ -187,6 +188,7 @@ def attend_page(
     keys: int,
     stride: int,
     values_offset: int,
+    ahead: int,
     count: int,
     scores: int,
     scores_stride: int,
@@ -197,10 +199,11 @@ def attend_page(
 ) -> None:
     """Take one page of one KV head into the running softmax of `group` query heads.
 
+    ahead: bytes to the same head of the page that comes next, which is asked for on the way.
     sums: float32 [group, head_dim], weighted values; highest, totals: float32 [group], the
     greatest score and the sum of exponentials, both as of the pages before.
     """
-    page_scores(queries, group, head_dim, keys, stride, values_offset, count, scores, scores_stride)
+    page_scores(queries, group, head_dim, keys, stride, ahead, count, scores, scores_stride)
     padded = (count + LANES - 1) // LANES * LANES
     row = head_dim * FLOAT_BYTES
     for head in range(group):
@@ -231,6 +234,6 @@ def attend_page(
         taken = min(3, group - head)
         place = scores + head * scores_stride
         _weigh_heads(
-            taken, place, scores_stride, count, values, stride, sums + head * row, head_dim
+            taken, place, scores_stride, count, values, stride, ahead, sums + head * row, head_dim
         )
         head += taken

@@ -37,6 +37,12 @@ LANES = _lanes()
 COLUMNS = 4 if LANES == 16 else 2
 """Weight rows in a tile of a matrix product, as many as the registers of the machine carry."""
 
+UNROLLED = 4
+"""Vectors of a row that a product takes at a time."""
+
+LINE_BYTES = 64
+FLOAT_BYTES = 4
+
 VECTOR = ir.VectorType(FLOAT, LANES)
 
 
@@ -137,6 +143,14 @@ def times(builder: Builder, value: Value, factor: int) -> Value:
     return builder.mul(value, ir.Constant(INT64, factor))
 
 
+def constant(number: int) -> Value:
+    return ir.Constant(INT64, number)
+
+
+def addresses_behind(builder: Builder, bases: Sequence[Value], offset: Value) -> list[Value]:
+    return [builder.add(base, offset) for base in bases]
+
+
 def addresses(builder: Builder, first: Value, stride: Value, count: int) -> list[Value]:
     return [builder.add(first, times(builder, stride, number)) for number in range(count)]
 
@@ -221,26 +235,44 @@ def _dots(
     *,
     scaled: bool = False,
 ) -> list[Value]:
-    """A vector of partial sums for each input and weight, inputs first."""
-    columns = len(weights)
+    """A vector of partial sums for each input and weight, inputs first.
 
-    def body(index: Value, sums: Sequence[Value]) -> list[Value]:
-        offset = times(builder, index, 4 * LANES)
-        here = times(builder, index, LANES) if scaled else offset
-        places = [builder.add(base, here) for base in weights]
-        for place in places:
-            prefetch(builder, builder.add(place, ahead))
-        loaded = [(load_bytes if scaled else load)(builder, place) for place in places]
-        results = []
-        for row, base in enumerate(inputs):
-            value = load(builder, builder.add(base, offset))
-            for column, weight in enumerate(loaded):
-                results.append(fma(builder, value, weight, sums[row * columns + column]))
-        return results
+    Several vectors are taken at a time where there are so many, and then one by one: the order of
+    the sums is the same.
+    """
+    columns = len(weights)
+    element = 1 if scaled else FLOAT_BYTES
+
+    def several(count: int, first: Value) -> Callable[[Value, Sequence[Value]], list[Value]]:
+        """The next `count` vectors; `first` is the number of vectors before the loop."""
+
+        def body(index: Value, sums: Sequence[Value]) -> list[Value]:
+            vector = builder.add(first, times(builder, index, count))
+            places = addresses_behind(builder, weights, times(builder, vector, element * LANES))
+            sources = addresses_behind(builder, inputs, times(builder, vector, FLOAT_BYTES * LANES))
+            results = list(sums)
+            for step in range(count):
+                offset = step * LANES
+                here = addresses_behind(builder, places, constant(element * offset))
+                if element * offset % LINE_BYTES == 0:
+                    for place in here:
+                        prefetch(builder, builder.add(place, ahead))
+                loaded = [(load_bytes if scaled else load)(builder, place) for place in here]
+                for row, base in enumerate(sources):
+                    value = load(builder, builder.add(base, constant(FLOAT_BYTES * offset)))
+                    for column, weight in enumerate(loaded):
+                        number = row * columns + column
+                        results[number] = fma(builder, value, weight, results[number])
+            return results
+
+        return body
 
     zero = ir.Constant(VECTOR, [0.0] * LANES)
-    steps = builder.sdiv(length, ir.Constant(INT64, LANES))
-    return loop(builder, steps, [zero] * (columns * len(inputs)), body)
+    vectors = builder.sdiv(length, constant(LANES))
+    rounds = builder.sdiv(vectors, constant(UNROLLED))
+    done = times(builder, rounds, UNROLLED)
+    sums = loop(builder, rounds, [zero] * (columns * len(inputs)), several(UNROLLED, constant(0)))
+    return loop(builder, builder.sub(vectors, done), sums, several(1, done))
 
 
 @intrinsic
@@ -258,17 +290,26 @@ def dot(_context: Any, x: Any, y: Any, length: Any) -> Any:
 def weigh_tile(rows: int, vectors: int) -> Tile:
     """Weighted sums of value rows, added to what stands at their destination.
 
-    The tile takes (p, p_stride, v, v_stride, count, out, out_stride): for each of `rows` rows of
-    weights (float32, `count` of them), `vectors` * LANES elements of
+    The tile takes (p, p_stride, v, v_stride, count, ahead, out, out_stride): for each of `rows`
+    rows of weights (float32, `count` of them), `vectors` * LANES elements of
     `out[row] += sum over t of p[row][t] * v[t]`, t ascending.
+    It asks the memory for what stands `ahead` bytes behind the values that it reads.
     """
 
     @intrinsic
     def tile(
-        _context: Any, p: Any, p_stride: Any, v: Any, v_stride: Any, count: Any, out: Any, step: Any
+        _context: Any,
+        p: Any,
+        p_stride: Any,
+        v: Any,
+        v_stride: Any,
+        count: Any,
+        ahead: Any,
+        out: Any,
+        out_stride: Any,
     ) -> Any:
         def generate(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-            p, p_stride, v, v_stride, count, out, out_stride = args
+            p, p_stride, v, v_stride, count, ahead, out, out_stride = args
             weights = addresses(builder, p, p_stride, rows)
             bases = addresses(builder, out, out_stride, rows)
             wide = ir.Constant(INT64, 4 * LANES)
@@ -276,7 +317,10 @@ def weigh_tile(rows: int, vectors: int) -> Tile:
 
             def body(index: Value, sums: Sequence[Value]) -> list[Value]:
                 base = builder.add(v, builder.mul(index, v_stride))
-                loaded = [load(builder, a) for a in addresses(builder, base, wide, vectors)]
+                values = addresses(builder, base, wide, vectors)
+                for value in values:
+                    prefetch(builder, builder.add(value, ahead))
+                loaded = [load(builder, value) for value in values]
                 offset = times(builder, index, 4)
                 results = []
                 for row, weight in enumerate(weights):
@@ -292,6 +336,6 @@ def weigh_tile(rows: int, vectors: int) -> Tile:
                 store(builder, total, place)
             return ir.Constant(INT64, 0)
 
-        return types.int64(p, p_stride, v, v_stride, count, out, step), generate
+        return types.int64(p, p_stride, v, v_stride, count, ahead, out, out_stride), generate
 
     return tile
