@@ -17,6 +17,7 @@ from lifecycle.forensics_values import (
     Doubt,
     Exposures,
     Missing,
+    Others,
     Pair,
     Response,
     Source,
@@ -61,8 +62,12 @@ def summed(
     missing_ns: int = 0,
     unknown: int = 0,
     whole: bool = True,
+    others: Others | None = None,
 ) -> Exposures:
-    """The answer, once every entry has been taken."""
+    """The answer, once every entry has been taken.
+
+    `others` stand for requests that were cleared elsewhere and are no stories of this inquiry.
+    """
     unlocated = (not whole and not missing) or any(gap.last is None for gap in missing)
     responses = []
     cleared: list[Story] = []
@@ -81,18 +86,24 @@ def summed(
     named = {read.writer for r in certain for read in r.reads if read.writer is not None}
     named_perhaps = {read.writer for r in responses for read in r.reads if read.writer is not None}
     lost = sum(gap.count for gap in missing)
+    if others is None:
+        symptoms = (*lengths(inquiry.stories.values()), *_speeds(inquiry))
+        others = Others(inquiry.entries, inquiry.first_ns, inquiry.last_ns, 0, 0, None, symptoms)
+    ends = [(story.prompt_tokens, story.ended_ns) for story in cleared]
+    if others.cleared_most is not None:
+        ends.append(others.cleared_most)
     return Exposures(
-        entries=inquiry.entries,
-        requests=len(inquiry.stories),
-        answers=answers,
-        first_ns=inquiry.first_ns,
-        last_ns=inquiry.last_ns,
+        entries=others.entries,
+        requests=len(inquiry.stories) + others.requests,
+        answers=answers + others.answers,
+        first_ns=others.first_ns,
+        last_ns=others.last_ns,
         responses=tuple(sorted(responses, key=lambda r: (r.time_ns, r.request))),
         affected=Bounds(len(certain), possible),
         exposed=Bounds(len(named), len(named_perhaps)),
         pairs=_pairs(certain),
-        thresholds=_thresholds(inquiry, certain, cleared),
-        symptoms=(*_lengths(inquiry), *_speeds(inquiry)),
+        thresholds=_thresholds(inquiry, certain, ends),
+        symptoms=others.symptoms,
         missing=tuple(missing),
         missing_positions=lost + unknown,
         missing_ns=missing_ns,
@@ -132,14 +143,14 @@ def _response(story: Story) -> Response:
 
 def _pairs(certain: Sequence[Response]) -> tuple[Pair, ...]:
     """Tenants on each side; a writer of whom nobody knows has a sentence in place of a name."""
-    counted: Counter[tuple[str, str]] = Counter()
+    answers: Counter[tuple[str, str]] = Counter()
     for response in certain:
         sides = {
             read.writer_tenant if read.source is Source.REQUEST else f"({read.source.value})"
             for read in response.reads
         }
-        counted.update((response.tenant, side) for side in sides)
-    most_first = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
+        answers.update((response.tenant, side) for side in sides)
+    most_first = sorted(answers.items(), key=lambda item: (-item[1], item[0]))
     return tuple(Pair(reader, writer, n) for (reader, writer), n in most_first)
 
 
@@ -147,9 +158,12 @@ def _pairs(certain: Sequence[Response]) -> tuple[Pair, ...]:
 
 
 def _thresholds(
-    inquiry: Inquiry, certain: Sequence[Response], cleared: Sequence[Story]
+    inquiry: Inquiry, certain: Sequence[Response], cleared: Sequence[tuple[int, int]]
 ) -> tuple[Threshold, ...]:
-    """Quantities of which every affected answer had more than every unaffected one."""
+    """Quantities of which every affected answer had more than every unaffected one.
+
+    `cleared` are prompt tokens and ends of unaffected answers.
+    """
     if not certain or not cleared:
         return ()
     affected = {
@@ -157,8 +171,8 @@ def _thresholds(
         "time of the end in ns": [r.time_ns for r in certain],
     }
     others = {
-        "prompt tokens": [s.prompt_tokens for s in cleared],
-        "time of the end in ns": [s.ended_ns for s in cleared],
+        "prompt tokens": [tokens for tokens, _ in cleared],
+        "time of the end in ns": [ended_ns for _, ended_ns in cleared],
     }
     found = []
     for quantity, values in affected.items():
@@ -176,26 +190,37 @@ def _thresholds(
 # --- Symptoms ---------------------------------------------------------------------------------
 
 
-def _lengths(inquiry: Inquiry) -> list[Symptom]:
+def lengths(stories: Iterable[Story]) -> list[Symptom]:
     """Answers whose legs did not speak of the same prompt."""
     found = []
-    for story in inquiry.stories.values():
+    for story in stories:
         declared, handed = story.prompt_tokens, story.prefilled
         if story.told is not Told.ANSWER or not declared or not handed:
             continue
         if abs(declared - handed) > LENGTHS_APART_MAX:
-            sentence = f"prefill handed {counted(handed, 'token')} over, the prompt had {declared}"
-            found.append(Symptom(story.request, "lengths_disagree", handed, declared, sentence))
+            found.append(length_symptom(story.request, handed=handed, declared=declared))
+    return found
+
+
+def length_symptom(request: RequestId, *, handed: int, declared: int) -> Symptom:
+    """The legs of this request spoke of two prompts."""
+    sentence = f"prefill handed {counted(handed, 'token')} over, the prompt had {declared}"
+    return Symptom(request, "lengths_disagree", handed, declared, sentence)
+
+
+def waits(stories: Iterable[Story]) -> list[tuple[int, int, RequestId]]:
+    """Prompt tokens, and how long the first token took, of each answer that tells both."""
+    found = []
+    for story in stories:
+        wait = story.first_token_ns - story.first_ns
+        if story.told is Told.ANSWER and story.prompt_tokens and wait > 0:
+            found.append((story.prompt_tokens, wait, story.request))
     return found
 
 
 def _speeds(inquiry: Inquiry) -> list[Symptom]:
     """Answers that began too soon for their prompt, compared with the other long prompts."""
-    waited: list[tuple[int, int, RequestId]] = []
-    for story in inquiry.stories.values():
-        wait = story.first_token_ns - story.first_ns
-        if story.told is Told.ANSWER and story.prompt_tokens and wait > 0:
-            waited.append((story.prompt_tokens, wait, story.request))
+    waited = waits(inquiry.stories.values())
     if len(waited) < SPEED_SAMPLES_MIN:
         return []
     middle = sorted(tokens for tokens, _, _ in waited)[len(waited) // 2]
@@ -203,13 +228,18 @@ def _speeds(inquiry: Inquiry) -> list[Symptom]:
     # Tokens a second, whole numbers all the way, so that every reader finds the same.
     speeds = sorted(tokens * 10**9 // wait for tokens, wait, _ in long)
     usual = max(1, speeds[len(speeds) // 2])
-    found = []
-    for tokens, wait, request in long:
-        if tokens * 10**9 // wait > usual * SPEED_FACTOR:
-            expected = tokens * 10**9 // usual
-            sentence = (
-                f"the first of its tokens came {wait / 1e9:.3f} s after a prompt of {tokens}, "
-                f"for which {expected / 1e9:.3f} s are usual here"
-            )
-            found.append(Symptom(request, "first_token_too_soon", wait, expected, sentence))
-    return found
+    return [
+        speed_symptom(request, tokens=tokens, wait_ns=wait, usual=usual)
+        for tokens, wait, request in long
+        if tokens * 10**9 // wait > usual * SPEED_FACTOR
+    ]
+
+
+def speed_symptom(request: RequestId, *, tokens: int, wait_ns: int, usual: int) -> Symptom:
+    """The first token came too soon, where so many tokens a second are usual."""
+    expected = tokens * 10**9 // usual
+    sentence = (
+        f"the first of its tokens came {wait_ns / 1e9:.3f} s after a prompt of {tokens}, "
+        f"for which {expected / 1e9:.3f} s are usual here"
+    )
+    return Symptom(request, "first_token_too_soon", wait_ns, expected, sentence)

@@ -176,6 +176,24 @@ class Symptom:
 
 
 @attrs.frozen
+class Others:
+    """Requests that were cleared without being looked at one by one, as sums.
+
+    `entries`, `first_ns` and `last_ns` are those of the whole log; `requests` and `answers` count
+    these alone; `cleared_most` are the most prompt tokens and the latest end among their answers.
+    `symptoms` are those of all requests.
+    """
+
+    entries: int
+    first_ns: int
+    last_ns: int
+    requests: int
+    answers: int
+    cleared_most: tuple[int, int] | None
+    symptoms: tuple[Symptom, ...]
+
+
+@attrs.frozen
 class Exposures:
     """The answer to: who was exposed to whom.
 

@@ -237,6 +237,19 @@ def rewritten(table: Path, output: Path, *, version: str = "1", where: str = "tr
     return output
 
 
+@pytest.mark.parametrize("document", ["no JSON", "[]", "{}", '{"head": 1}'])
+def test_an_account_that_nobody_wrote_is_refused(document: str, tmp_path: Path) -> None:
+    """What is missing cannot be told then, so nothing is."""
+    table = converted(write_log(tmp_path / "x.jsonl", first_answered().entries), tmp_path / "x")
+    duckdb.execute(
+        f"COPY (SELECT * REPLACE (CASE record WHEN 'account' THEN '{document}' END AS document) "
+        f"FROM read_parquet('{table}')) TO '{tmp_path / 'y'}' (FORMAT parquet, KV_METADATA "
+        "{format: 'custody.log', version: '1', source: 'custody', \"foreign\": 'false'})"
+    )
+    with ExitStack() as stack, pytest.raises(UnreadableLog, match="malformed"):
+        open_capture(tmp_path / "y", stack)
+
+
 @pytest.mark.parametrize("where", ["record <> 'account'", "position IS NULL OR position < 9"])
 def test_rows_that_were_taken_out_are_missed(where: str, tmp_path: Path) -> None:
     """Without its account, or without rows that it counts, a table is not whole."""

@@ -41,6 +41,10 @@ class NoParquet(Exception):
         super().__init__("Parquet needs the package duckdb, which the extra `parquet` brings")
 
 
+class UnusableMeans(Exception):
+    """DuckDB takes no such limit or folder."""
+
+
 class NotWritten(OSError):
     """DuckDB could not write the file."""
 
@@ -57,7 +61,7 @@ MEANS = Means()
 
 
 def connect(means: Means = MEANS) -> duckdb.DuckDBPyConnection:
-    """A database in memory.  Raises `NoParquet`, or ValueError for a limit that is none."""
+    """A database in memory.  Raises `NoParquet` or `UnusableMeans`."""
     try:
         import duckdb
     except ImportError as error:
@@ -72,7 +76,7 @@ def connect(means: Means = MEANS) -> duckdb.DuckDBPyConnection:
         if means.temporary is not None:
             connection.execute(f"SET temp_directory = {quoted(str(means.temporary))}")
     except duckdb.Error as error:
-        raise ValueError(str(error)) from error
+        raise UnusableMeans(str(error)) from error
     return connection
 
 

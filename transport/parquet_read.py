@@ -10,10 +10,12 @@ account, and is repeated, not proved again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from engine.store import Stored
 from lifecycle.events import Entry
@@ -32,6 +34,55 @@ if TYPE_CHECKING:
     import duckdb
 
 FETCHED_ROWS = 2_048
+RECORDS = f"({quoted(schema.ENTRY)}, {quoted(schema.UNKNOWN)})"
+"""What a log's own rows are, in its order."""
+
+
+@attrs.frozen
+class Account:
+    """What the writer of a file said of the log: at its beginning, and at its end."""
+
+    claims_whole: bool = False
+    next_position: int = 1
+    missing_before: tuple[Missing, ...] = ()
+    snapshot: Snapshot | None = None
+    entries: int | None = None
+    complete: bool = False
+    missing: tuple[Missing, ...] = ()
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    head: bytes | None = None
+
+    @classmethod
+    def of(cls, document: str) -> Account:
+        """Raises ValueError, TypeError or KeyError for what no writer of ours wrote."""
+        said = json.loads(document)
+        head, kept = said["head"], said["snapshot"]
+        return cls(
+            claims_whole=bool(said["claims_whole"]),
+            next_position=int(said["next_position"]),
+            missing_before=_gaps(said["missing_before"]),
+            snapshot=None if kept is None else _snapshot(kept),
+            entries=int(said["entries"]),
+            complete=bool(said["complete"]),
+            missing=_gaps(said["missing"]),
+            notes=tuple(str(note) for note in said["notes"]),
+            problems=tuple(Problem(Wrong(wrong), *rest) for wrong, *rest in said["problems"]),
+            head=None if head is None else bytes.fromhex(head),
+        )
+
+
+def _snapshot(kept: Mapping[str, Any]) -> Snapshot:
+    """Without its entries, which are rows of their own."""
+    serials = tuple(
+        (Party(EngineId(engine), incarnation, rank), serial)
+        for engine, incarnation, rank, serial in kept["serials"]
+    )
+    return Snapshot(int(kept["position"]), int(kept["time_ns"]), serials=serials)
+
+
+def _gaps(found: Sequence[Any]) -> tuple[Missing, ...]:
+    return tuple(Missing(first, last, reason) for first, last, reason in found)
 
 
 class ParquetCapture(Capture):
@@ -44,20 +95,32 @@ class ParquetCapture(Capture):
         told = self._metadata()
         super().__init__(foreign=told["foreign"] == "true", source=told["source"])
         self._columns = self._known_columns()
-        self._account = self._read_account()
-        account = self._account
-        self.claims_whole = bool(account.get("claims_whole"))
-        self.missing = _gaps(account.get("missing_before"))
-        self._next = account.get("next_position", 1)
-        kept = account.get("snapshot")
-        if kept is not None:
-            self.snapshot = self._snapshot_of(kept)
+        self._at = {name: number for number, name in enumerate(self._columns)}
+        self._events = {
+            name: self._at[column]
+            for name, column in schema.EVENT_COLUMNS.items()
+            if column in self._at
+        }
+        self._accounts = self.rows(
+            f"SELECT document FROM {self.table()} WHERE record = {quoted(schema.ACCOUNT)}"
+        )
+        self.account = self._read_account()
+        if self.account.snapshot is not None:
+            entries = tuple(self._entries(connection, f"record = {quoted(schema.KEPT)}"))
+            snapshot = attrs.evolve(self.account.snapshot, entries=entries)
+            self.account = attrs.evolve(self.account, snapshot=snapshot)
+        self.begin_again()
 
-    @property
-    def entries(self) -> int:
-        """How many entries there are, as the account counts them."""
-        counted = self._account.get("entries", 0)
-        return int(counted)
+    def begin_again(self) -> None:
+        """As if nothing of it had been read yet."""
+        super().__init__(foreign=self.foreign, source=self.source)
+        self.claims_whole = self.account.claims_whole
+        self.missing = list(self.account.missing_before)
+        self.snapshot = self.account.snapshot
+        self._next = self.account.next_position
+        if len(self._accounts) != 1:
+            reason = f"{counted(len(self._accounts), 'account')} of what is missing, not one"
+            self.notes.append(reason)
 
     # --- What the file says of itself -----------------------------------------------------------
 
@@ -100,86 +163,122 @@ class ParquetCapture(Capture):
             raise UnreadableLog(0, f"{self.path}: Parquet without the column {lacking[0]!r}")
         return [name for name in schema.columns() if name in found]
 
-    def _read_account(self) -> Mapping[str, Any]:
-        kind = quoted(schema.ACCOUNT)
-        found = self.rows(f"SELECT document FROM {self.table()} WHERE record = {kind}")
-        if len(found) != 1:
-            self.notes.append(
-                f"{len(found)} accounts of what is missing, where one is the last row"
-            )
-            return {}
-        account = json.loads(found[0][0])
-        assert isinstance(account, dict)
-        return account
-
-    def _snapshot_of(self, kept: Mapping[str, Any]) -> Snapshot:
-        entries = tuple(self._entries(f"record = {quoted(schema.KEPT)}"))
-        serials = tuple(
-            (Party(EngineId(engine), incarnation, rank), serial)
-            for engine, incarnation, rank, serial in kept["serials"]
-        )
-        return Snapshot(kept["position"], kept["time_ns"], entries, serials)
+    def _read_account(self) -> Account:
+        if len(self._accounts) != 1:
+            return Account()
+        try:
+            return Account.of(self._accounts[0][0])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UnreadableLog(0, f"{self.path}: its account is malformed: {error!r}") from error
 
     # --- Entries --------------------------------------------------------------------------------
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
-        kinds = f"({quoted(schema.ENTRY)}, {quoted(schema.UNKNOWN)})"
         count = 0
-        for position, entry in self._entries(f"record IN {kinds}"):
+        # A cursor of its own: others may ask while this one is read.
+        for position, entry in self._entries(self.connection.cursor(), f"record IN {RECORDS}"):
             count += 1
             yield position, entry
         self._settle(count)
 
     def _settle(self, count: int) -> None:
         """What the account adds to what was found, once every row was read."""
-        account = self._account
-        if not account.get("complete"):
+        account = self.account
+        if not account.complete:
             self.claims_whole = False
-        if count != account.get("entries", count):
+        if account.entries is not None and count != account.entries:
             self.claims_whole = False
             self.notes.append(
-                f"{counted(count, 'entry')}, of which the account counts {account['entries']}"
+                f"{counted(count, 'entry')}, and the account counts {account.entries}"
             )
-        told = _gaps(account.get("missing"))
-        known = {(gap.first, gap.last) for gap in told}
-        self.missing = told + [g for g in self.missing if (g.first, g.last) not in known]
-        self.notes = [*account.get("notes", ()), *self.notes]
-        self.problems = (
-            [Problem(Wrong(wrong), *rest) for wrong, *rest in account["problems"]]
-            if ("problems" in account)
-            else []
+        known = {(gap.first, gap.last) for gap in account.missing}
+        found = [gap for gap in self.missing if (gap.first, gap.last) not in known]
+        self.missing = [*account.missing, *found]
+        self.notes = [*account.notes, *self.notes]
+        self.problems = list(account.problems)
+        self.head = account.head
+
+    def survey(self) -> list[int]:
+        """Find what is missing without reading entries; `whole` is known then.
+
+        Returns the places before which something is missing, as `joined` would tell them.  Raises
+        duckdb.Error where numbers are too large for it.
+        """
+        losses = [-1] if self.missing and self.snapshot is None else []
+        count, entries, low, high = self.connection.execute(
+            "SELECT count(*), count(*) FILTER (record = 'entry'), "
+            "min(position::BIGINT - file_row_number), max(position::BIGINT - file_row_number) "
+            f"FROM {self.table()} WHERE record IN {RECORDS}"
+        ).fetchall()[0]
+        start = len(self.opening())
+        if count != entries or (low, high) != (self._next - start, self._next - start):
+            self._breaks(losses)
+        self._settle(entries)
+        return losses
+
+    def _breaks(self, losses: list[int]) -> None:
+        """Look at every place at which positions do not go on by one, or say nothing."""
+        found = self.connection.execute(
+            "SELECT * FROM (SELECT file_row_number AS place, record, position::BIGINT AS position, "
+            "time_ns::BIGINT AS time_ns, lag(record) OVER w AS before, "
+            "lag(position::BIGINT) OVER w AS position_before, "
+            "max(time_ns::BIGINT) FILTER (record = 'entry') OVER (ORDER BY file_row_number "
+            "ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS time_before, "
+            f"line, event, reason, document FROM {self.table()} WHERE record IN {RECORDS} "
+            "WINDOW w AS (ORDER BY file_row_number)) "
+            "WHERE record = 'unknown' OR before IS NULL OR before = 'unknown' "
+            "OR position <> position_before + 1 ORDER BY place"
         )
-        head = account.get("head")
-        self.head = None if head is None else bytes.fromhex(head)
+        at = {"position": 2, "line": 7, "event": 8, "reason": 9, "document": 10}
+        while rows := found.fetchmany(FETCHED_ROWS):
+            for row in rows:
+                place, record, position, time_ns, before, position_before, time_before = row[:7]
+                if before == schema.ENTRY and not self.foreign:
+                    # Up to here positions went on by one.
+                    self._next = max(self._next, position_before + 1)
+                self._last_ns = max(self._last_ns, time_before or 0)
+                known = len(self.missing) + len(self.unknown)
+                if record == schema.UNKNOWN:
+                    self._unreadable(_unknown_of(row, at))
+                else:
+                    self._place(position, time_ns)
+                if len(self.missing) + len(self.unknown) > known:
+                    losses.append(place)
 
-    def entries_where(self, condition: str) -> Iterator[tuple[int, Entry]]:
-        """Entries of which this is so, in the file's order, without a look at what is missing."""
-        return self._entries(condition)
+    def placed(self, condition: str) -> Iterator[tuple[int, int, int, Entry]]:
+        """Place, hash of the request, position and entry of the rows of which this is so."""
+        for row in self._rows(self.connection, condition, "file_row_number, hash(request)"):
+            found = self._entry(row)
+            if found is not None:
+                yield (row[-2], row[-1], *found)
 
-    def _entries(self, condition: str) -> Iterator[tuple[int, Entry]]:
+    def _entries(
+        self, cursor: duckdb.DuckDBPyConnection, condition: str
+    ) -> Iterator[tuple[int, Entry]]:
+        for row in self._rows(cursor, condition):
+            found = self._entry(row)
+            if found is not None:
+                yield found
+
+    def _rows(
+        self, cursor: duckdb.DuckDBPyConnection, condition: str, *more: str
+    ) -> Iterator[tuple[Any, ...]]:
         import duckdb
 
-        names = self._columns
-        at = {name: names.index(name) for name in names}
-        events = {name: at[column] for name, column in schema.EVENT_COLUMNS.items() if column in at}
-        query = f"SELECT {', '.join(names)} FROM {self.table()} WHERE {condition}"
+        names = ", ".join([*self._columns, *more])
+        query = f"SELECT {names} FROM {self.table()} WHERE {condition}"
         try:
-            # A cursor of its own: others may ask while this one is read.
-            cursor = self.connection.cursor().execute(query)
+            cursor.execute(query)
             while rows := cursor.fetchmany(FETCHED_ROWS):
-                for row in rows:
-                    found = self._entry(row, events, at)
-                    if found is not None:
-                        yield found
+                yield from rows
         except duckdb.Error as error:
             raise UnreadableLog(0, f"{self.path}: {error}") from error
 
-    def _entry(
-        self, row: tuple[Any, ...], events: Mapping[str, int], at: Mapping[str, int]
-    ) -> tuple[int, Entry] | None:
+    def _entry(self, row: tuple[Any, ...]) -> tuple[int, Entry] | None:
+        events = self._events
         record, position, request, sequence, attempt, time_ns, name, proposer = row[:8]
         if record == schema.UNKNOWN:
-            self._unreadable(_unknown_of(row, at))
+            self._unreadable(_unknown_of(row, self._at))
             return None
         try:
             if name not in events:
@@ -202,10 +301,6 @@ def _unknown_of(row: tuple[Any, ...], at: Mapping[str, int]) -> UnknownRecord:
     return UnknownRecord(
         row[at["line"]] or 0, position, row[at["event"]] or "", row[at["reason"]] or "", document
     )
-
-
-def _gaps(found: Any) -> list[Missing]:
-    return [Missing(first, last, reason) for first, last, reason in found or ()]
 
 
 def _text(value: bytes | str) -> str:

@@ -1,0 +1,98 @@
+"""The verb `exposures`: who was exposed to whom, by the pass over entries or in SQL.
+
+Owns: which of the two answers for which form of a log, and the exit code of what was found.
+Must not know: how anything is found or worded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transport.commands_forensics import opened
+from transport.commands_shared import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_UNREADABLE,
+    Json,
+    Switch,
+    UsageError,
+    is_standard,
+    say,
+    say_json,
+)
+
+if TYPE_CHECKING:
+    from lifecycle.forensics_values import Exposures
+    from transport.forensics_read import Capture
+
+
+def exposures(
+    log: Path,
+    /,
+    *,
+    reads: Switch = False,
+    memory_limit: str | None = None,
+    temporary: Path | None = None,
+    json: Json = False,
+) -> int:
+    """Say who was exposed to whom; exits 0 nobody, 1 somebody, 5 nobody as far as the log goes.
+
+    Parameters
+    ----------
+    log
+        A folder of segments, one segment, or JSON Lines, also of another system;
+        "-" reads JSON Lines from standard input.  Parquet is asked in SQL.
+    reads
+        Print every run of tokens that was read and not written by its reader.
+    memory_limit
+        Memory that the database may use over Parquet, such as 4GB; four fifths of all if absent.
+    temporary
+        Folder for what does not fit into that memory.
+    json
+        Print one JSON document, with every response and every read.
+    """
+    from transport import forensics_text
+
+    with _asked(log, memory_limit, temporary) as (capture, found):
+        pass
+    if json:
+        say_json(forensics_text.exposures_object(capture, found))
+    else:
+        for line in forensics_text.exposure_lines(capture, found, reads=reads):
+            say(line)
+    if found.affected.most:
+        return EXIT_FAILED
+    return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+@contextmanager
+def _asked(
+    log: Path, memory_limit: str | None, temporary: Path | None
+) -> Iterator[tuple[Capture, Exposures]]:
+    """A log with what is found in it: by the pass over its entries, or in SQL."""
+    from lifecycle.forensics_exposures import Inquiry
+    from transport.replaying import found_in, inquired
+    from transport.stores import segment_files
+
+    if not is_standard(log) and segment_files.is_parquet(log):
+        from transport.exposures_sql import exposures_of
+        from transport.parquet import Means, UnusableMeans
+        from transport.parquet_read import open_parquet
+
+        with ExitStack() as stack:
+            try:
+                table = open_parquet(log, stack, Means(memory_limit, temporary))
+            except UnusableMeans as error:
+                raise UsageError(f"--memory-limit, --temporary: {error}") from error
+            yield table, exposures_of(table).exposures
+        return
+    if memory_limit is not None or temporary is not None:
+        raise UsageError("--memory-limit and --temporary are for Parquet, which is asked in SQL")
+    with opened(log) as capture:
+        inquiry = Inquiry(from_the_beginning=capture.claims_whole)
+        for _ in inquired(capture, inquiry):
+            pass
+        yield capture, found_in(capture, inquiry)
