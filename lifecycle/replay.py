@@ -1,14 +1,15 @@
 """Replay: take a sequence of entries and say what was wrong with it.
 
 Owns: the report of a replay; the first violation of each request and the state before it; what
-stayed unbounded.
-Must not know: files and formats.
+stayed unbounded; which requests may be put aside.
+Must not know: files and formats; where requests that are put aside go.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import attrs
 
@@ -18,10 +19,29 @@ from lifecycle.history import History
 from lifecycle.ids import FLEET, RequestId
 from lifecycle.rules import RULES
 from lifecycle.snapshot import Snapshot, restore
-from lifecycle.state import OPEN, Phase, RequestState, Violation
+from lifecycle.state import OPEN, TERMINAL, Phase, RequestState, Violation
 
 UNCOMPARED = ("read-what-was-written/verified", "read-what-was-written/reads")
 """Guards that an engine without page headers breaks with every single request."""
+
+
+class Aside(Protocol):
+    """Where a replay puts requests that are over, so that a long log needs no more memory.
+
+    What was put comes back as it was, however late its next entry is.
+    """
+
+    def put(self, state: RequestState) -> None:
+        """Keep this; it takes the place of what was kept of the same request before."""
+
+    def find(self, request: RequestId) -> RequestState | None:
+        """What was put last, or None; it may be put again."""
+
+    def names(self) -> Iterator[RequestId]:
+        """Every request that was ever put, once."""
+
+    def broke(self, request: RequestId) -> bool:
+        """Whether a part of the log that this replay has not seen holds its first violation."""
 
 
 @attrs.frozen
@@ -81,18 +101,27 @@ class Replayer:
         without: Iterable[str] = (),
         foreign: bool = False,
         snapshot: Snapshot | None = None,
+        history: History | None = None,
+        aside: Aside | None = None,
     ) -> None:
-        """Begin empty, or behind a snapshot; for `without` see `History`."""
+        """Begin empty, behind a snapshot, or with a history; for `without` see `History`.
+
+        With `aside`, requests that are over leave `history`; `state`, `names` and `phases` know them.
+        """
         self.foreign = foreign
         self.forcing = foreign
         without = (*without, *UNCOMPARED) if foreign else tuple(without)
-        if snapshot is None:
+        if history is not None:
+            self.history = history
+        elif snapshot is None:
             self.history = History(without=without)
         else:
             self.history = restore(snapshot, without=without)
         self.findings: dict[RequestId, Finding] = {}
         self.entries = 0
         self.position = 0
+        self.over: Counter[Phase] = Counter()
+        self._aside = aside
         self._kinds: Counter[type] = Counter()
         self._uncompared: set[RequestId] = set()
 
@@ -102,16 +131,60 @@ class Replayer:
         self.position = position
         self._kinds[type(entry.event)] += 1
         history = self.history
+        if self._aside is not None:
+            self._bring_back(entry.request, self._aside)
         if self.foreign:
             self._compare(entry)
         violation = history.apply(entry)
         if violation is not None:
-            if entry.request not in self.findings:
+            if entry.request not in self.findings and not self._broke(entry.request):
                 before = history.requests.get(entry.request)
                 self.findings[entry.request] = Finding(position, violation, entry, before)
             if self.forces(entry):
                 history.take(entry)
+        if self._aside is not None:
+            self._put_aside(entry.request, self._aside)
         return violation
+
+    def _bring_back(self, request: RequestId, aside: Aside) -> None:
+        if request in self.history.requests:
+            return
+        state = aside.find(request)
+        if state is not None:
+            self.history.requests[request] = state
+            self.over[state.phase] -= 1
+
+    def _put_aside(self, request: RequestId, aside: Aside) -> None:
+        state = self.history.requests.get(request)
+        if state is not None and state.phase in TERMINAL and not state.unsettled:
+            del self.history.requests[request]
+            self.over[state.phase] += 1
+            aside.put(state)
+
+    def _broke(self, request: RequestId) -> bool:
+        return self._aside is not None and self._aside.broke(request)
+
+    def state(self, request: RequestId) -> RequestState | None:
+        """The request as it is now, or None where the log does not know it."""
+        state = self.history.requests.get(request)
+        if state is None and self._aside is not None:
+            state = self._aside.find(request)
+        return state
+
+    def names(self) -> Iterator[RequestId]:
+        """Every request of the log, and those that only broke a rule."""
+        known = self.history.requests
+        yield from known
+        if self._aside is not None:
+            yield from (name for name in self._aside.names() if name not in known)
+        yield from (name for name in self.findings if self.state(name) is None)
+
+    def phases(self) -> tuple[tuple[str, int], ...]:
+        """How many requests there are in each phase."""
+        counted = Counter(state.phase.value for state in self.history.requests.values())
+        for phase, count in self.over.items():
+            counted[phase.value] += count
+        return tuple(sorted((phase, count) for phase, count in counted.items() if count))
 
     def lose(self) -> None:
         """Entries are missing here, which made others' illegal: take them in as they stand."""
@@ -138,15 +211,17 @@ class Replayer:
         findings = dict(self.findings)
         if whole:
             for finding in unbounded(self.history, self.position):
+                if self._broke(finding.violation.request):
+                    continue
                 findings.setdefault(finding.violation.request, finding)
-        phases = Counter(state.phase.value for state in self.history.requests.values())
+        phases = self.phases()
         return Report(
             entries=self.entries,
-            requests=len(self.history.requests),
+            requests=sum(count for _, count in phases),
             evaluations=self.history.evaluated,
             rules=len(RULES),
             findings=tuple(sorted(findings.values(), key=lambda f: f.position)),
-            phases=tuple(sorted(phases.items())),
+            phases=phases,
             events=tuple(sorted((kind.__name__, count) for kind, count in self._kinds.items())),
             uncompared=len(self._uncompared),
         )

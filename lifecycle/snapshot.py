@@ -81,3 +81,20 @@ def restore(snapshot: Snapshot, *, without: Iterable[str] = (), judging: bool = 
     history.time_ns = max(history.time_ns, snapshot.time_ns)
     history.crossguards = judging
     return history
+
+
+def refold(snapshot: Snapshot, *, evaluated: int = 0) -> History:
+    """The history at the snapshot's position, of entries that were judged and taken in before.
+
+    Nothing is asked again; whoever made the snapshot left out what was illegal.
+    """
+    history = History()
+    for _, entry in snapshot.entries:
+        history.take(entry)
+    for party, serial in snapshot.serials:
+        account = history.ledger.get(party)
+        if account is not None:
+            history.ledger[party] = attrs.evolve(account, serial=max(account.serial, serial))
+    history.time_ns = max(history.time_ns, snapshot.time_ns)
+    history.evaluated = evaluated
+    return history

@@ -24,9 +24,9 @@ from transport import (
     commands_credentials,
     commands_drain,
     commands_evidence,
-    commands_exposures,
     commands_forensics,
     commands_fuzz,
+    commands_index,
     commands_log,
     commands_metrics,
     commands_run,
@@ -72,7 +72,7 @@ for verb in (
     commands_use.status,
     commands_use.health,
     commands_forensics.replay,
-    commands_exposures.exposures,
+    commands_forensics.exposures,
     commands_forensics.explain,
     commands_forensics.timeline,
     commands_forensics.diff,
@@ -85,6 +85,7 @@ for verb in (
 app.command(commands_evidence.slice_log, name="slice")
 app.command(commands_evidence.bundle_app)
 app.command(commands_convert.log_app)
+commands_convert.log_app.command(commands_index.index)
 app.command(commands_credentials.credentials_app)
 app.command(commands_bench.bench_app)
 app.command(commands_config.config_app)
@@ -200,8 +201,11 @@ def _exit_code(error: Exception) -> int | None:
     from transport.convert import GapInLog
     from transport.jsonlines import UnreadableLog
     from transport.parquet import NoParquet
+    from transport.seek_index import UnusableIndex
 
-    if isinstance(error, UnreadableLog | StoreDamaged | StoreTooNew | NoBundle | GapInLog):
+    if isinstance(
+        error, UnusableIndex | UnreadableLog | StoreDamaged | StoreTooNew | NoBundle | GapInLog
+    ):
         return EXIT_UNREADABLE
     if isinstance(error, Unreachable):
         return EXIT_UNREACHABLE

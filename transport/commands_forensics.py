@@ -33,10 +33,9 @@ from transport.commands_shared import (
     say,
     say_json,
 )
-from transport.replaying import replayed, wanted
+from transport.replaying import found_in, inquired
 
 if TYPE_CHECKING:
-    from lifecycle.replay import Replayer
     from transport.forensics_read import Capture
     from transport.settings import CallSettings
 
@@ -44,6 +43,8 @@ From = Annotated[int | None, Parameter(name="--from")]
 """The first position that is looked at."""
 Requests = Annotated[tuple[str, ...], Parameter(negative="")]
 """Requests that are looked at alone."""
+Index = Annotated[Path | None, Parameter(name="--index")]
+"""The index of a log that does not lie beside it."""
 HASH_BYTES = 32
 
 
@@ -67,6 +68,37 @@ def expect_known(request: str, known: Collection[str]) -> None:
         raise UnknownRequest(request, near(request, known))
 
 
+def exposures(log: Path, /, *, reads: Switch = False, json: Json = False) -> int:
+    """Say who was exposed to whom; exits 0 nobody, 1 somebody, 5 nobody as far as the log goes.
+
+    Parameters
+    ----------
+    log
+        A folder of segments, one segment, or JSON Lines, also of another system;
+        "-" reads JSON Lines from standard input.
+    reads
+        Print every run of tokens that was read and not written by its reader.
+    json
+        Print one JSON document, with every response and every read.
+    """
+    from lifecycle.forensics_exposures import Inquiry
+    from transport import forensics_text
+
+    with opened(log) as capture:
+        inquiry = Inquiry(from_the_beginning=capture.claims_whole)
+        for _ in inquired(capture, inquiry):
+            pass
+        found = found_in(capture, inquiry)
+    if json:
+        say_json(forensics_text.exposures_object(capture, found))
+    else:
+        for line in forensics_text.exposure_lines(capture, found, reads=reads):
+            say(line)
+    if found.affected.most:
+        return EXIT_FAILED
+    return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
 def replay(
     file: Path | None = None,
     /,
@@ -76,6 +108,8 @@ def replay(
     first: From = None,
     to: int | None = None,
     follow: Switch = False,
+    index: Index = None,
+    whole: Switch = False,
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
     door: Door = CALL,
     json: Json = False,
@@ -92,11 +126,16 @@ def replay(
     at
         Stop behind this position and show the world as it was then.
     first
-        Show only violations from this position on; everything before is replayed all the same.
+        Show only violations from this position on; everything before is replayed, or known from
+        the log's index.
     to
         Show only violations up to this position; with --follow, end there.
     follow
         Replay a running scheduler's log and go on with it, printing violations as they come.
+    index
+        The log's index, where it does not lie beside the log; see `log index`.
+    whole
+        Use no index: read and judge everything from the beginning.
     scheduler
         Address of the scheduler that is followed.
     json
@@ -105,8 +144,10 @@ def replay(
     for name, position in (("--at", at), ("--from", first), ("--to", to)):
         if position is not None and position < 1:
             raise UsageError(f"{name} {position}: positions begin at 1")
-    if follow and (file is not None or at is not None):
-        raise UsageError("--follow asks a scheduler; it takes neither a file nor --at")
+    if follow and (file is not None or at is not None or index is not None):
+        raise UsageError("--follow asks a scheduler; it takes neither a file, --at nor --index")
+    if whole and index is not None:
+        raise UsageError("--whole uses no index, and --index names one")
     if follow:
         from transport.commands_follow import follow as go_on
 
@@ -122,47 +163,11 @@ def replay(
         if narrowed:
             raise UsageError("--request, --at, --from and --to look at logs; this is a trace")
         return replay_trace(file, json=json)
-    from lifecycle.replay import Replayer
-    from lifecycle.tally import Tally
-    from transport import replay_text
+    from transport.commands_replay import replay_file
 
-    with opened(file) as capture:
-        replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
-        tally = Tally(replayer.history)
-        replayed(capture, replayer, tally, at=at)
-        if at is not None:
-            _say_world(replayer, json=json)
-            return EXIT_OK
-        report = replayer.report(whole=capture.whole)
-        if request is not None:
-            expect_known(request, [*replayer.history.requests, *replayer.findings])
-        shown = [one for one in report.findings if wanted(one, request, first, to)]
-        state = replayer.history.requests.get(RequestId(request)) if request else None
-        if json:
-            document = replay_text.replay_object(capture, report, shown)
-            document |= replay_text.tally_object(tally)
-            if request is not None:
-                document["state"] = None if state is None else replay_text.state_object(state)
-            say_json(document)
-        else:
-            for line in replay_text.replay_lines(capture, report, shown, tally):
-                say(line)
-            for line in () if state is None else replay_text.request_lines(state):
-                say(line)
-    if not capture.whole:
-        return EXIT_UNREADABLE
-    return EXIT_FAILED if shown else EXIT_OK
-
-
-def _say_world(replayer: Replayer, *, json: bool) -> None:
-    """Everything as it is behind the replayed position."""
-    from transport import replay_text
-
-    if json:
-        say_json(replay_text.world_object(replayer.history, replayer.position))
-        return
-    for line in replay_text.world_lines(replayer.history, replayer.position):
-        say(line)
+    return replay_file(
+        file, request=request, at=at, first=first, to=to, index=index, whole=whole, json=json
+    )
 
 
 def explain(

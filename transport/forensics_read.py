@@ -103,19 +103,15 @@ class Capture:
     def __iter__(self) -> Iterator[tuple[int, Entry]]:
         """Positions and entries, in the order in which they stand."""
         for position, entry in self._read():
-            self._place(position, entry.time_ns)
+            if not self.foreign:
+                if position > self._next:
+                    self._miss(self._next, position - 1, "not in the log", entry.time_ns)
+                    if len(self.unknown) < _REASONS_MAX:
+                        self.unplaced = 0
+                self._next = max(self._next, position + 1)
+            self._last_ns = max(self._last_ns, entry.time_ns)
             self.entries_read += 1
             yield position, entry
-
-    def _place(self, position: int, time_ns: int) -> None:
-        """An entry is here: what lies between it and the one before it is missing."""
-        if not self.foreign:
-            if position > self._next:
-                self._miss(self._next, position - 1, "not in the log", time_ns)
-                if len(self.unknown) < _REASONS_MAX:
-                    self.unplaced = 0
-            self._next = max(self._next, position + 1)
-        self._last_ns = max(self._last_ns, time_ns)
 
     def joined(self) -> Iterator[tuple[int, Entry, bool]]:
         """The same, and whether something that no snapshot stands for is missing before the entry."""
@@ -123,6 +119,9 @@ class Capture:
         for position, entry in self:
             known, gaps = gaps, len(self.missing) + len(self.unknown)
             yield position, entry, gaps > known
+
+    def conclude(self) -> None:
+        """Whoever stops before the end asks what can be said of the part that was read."""
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
         raise NotImplementedError
@@ -151,6 +150,7 @@ class SegmentCapture(Capture):
         """`alone`: these are all segments there are; `begins`: the first is a log's first."""
         super().__init__(foreign=False, source=jsonlines.SOURCE)
         self.survey = survey
+        self.concluded = False
         self.claims_whole = alone and begins
         self.begins = begins
         if not begins and survey.paths:
@@ -164,6 +164,15 @@ class SegmentCapture(Capture):
         self.missing = [Missing(1, snapshot.position, kept)]
         self.snapshot = snapshot
 
+    def begin_after(self, position: int, *, time_ns: int, snapshot: Snapshot | None) -> None:
+        """What comes before is no gap: it is known from elsewhere, all but what was dropped."""
+        self._next = position + 1
+        self._last_ns = time_ns
+        self.missing = []
+        self.claims_whole = True
+        if snapshot is not None:
+            self.begin_behind(snapshot)
+
     def _read(self) -> Iterator[tuple[int, Entry]]:
         for batch in self.survey.batches():
             for position, message in enumerate(batch.entries, start=batch.frame.first_position):
@@ -174,6 +183,13 @@ class SegmentCapture(Capture):
                 except MalformedRecord as error:
                     record = {"request": message.request, "sequence": message.sequence}
                     self._unreadable(UnknownRecord(0, position, "", str(error), record))
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Compare the batches that were read with one another; again is nothing."""
+        if self.concluded:
+            return
+        self.concluded = True
         self.survey.judge_chain(whole=self.begins, head=self.expected_head)
         self.head = self.survey.head
         self.problems = self.survey.problems

@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lifecycle.history import History
 from lifecycle.ids import count_pages
-from lifecycle.replay import Finding, Report
+from lifecycle.replay import Finding, Replayer, Report
 from lifecycle.rules import RULES
 from lifecycle.state import OPEN, Grant, RequestState
 from lifecycle.tally import Tally
@@ -96,9 +95,10 @@ def grant_line(grant: Grant) -> str:
     )
 
 
-def world_lines(history: History, position: int) -> Iterator[str]:
-    """The world as it was behind that position: engines, pages, open requests."""
-    yield f"behind position {position}, {clock(history.time_ns)}, epoch {history.fleet.epoch}"
+def world_lines(replayer: Replayer) -> Iterator[str]:
+    """The world as it was behind the replayed position: engines, pages, open requests."""
+    history = replayer.history
+    yield f"behind position {replayer.position}, {clock(history.time_ns)}, epoch {history.fleet.epoch}"
     for name, life in history.fleet.lives:
         joined = life.attached
         state = (
@@ -111,8 +111,7 @@ def world_lines(history: History, position: int) -> Iterator[str]:
             f"{account.booked_pages} booked + {account.quarantined_pages} quarantined = "
             f"{account.capacity}"
         )
-    phases = Counter(state.phase.value for state in history.requests.values())
-    yield "requests: " + (", ".join(f"{n} {c}" for n, c in sorted(phases.items())) or "none")
+    yield "requests: " + (", ".join(f"{n} {c}" for n, c in replayer.phases()) or "none")
     held = [s for s in history.requests.values() if s.phase in OPEN or s.unsettled]
     for one in held[:LINES_SHOWN]:
         yield f"{one.request}: {state_line(one)}"
@@ -209,10 +208,11 @@ def _grant_object(grant: Grant) -> dict[str, Any]:
     }
 
 
-def world_object(history: History, position: int) -> dict[str, Any]:
-    """The world behind that position."""
+def world_object(replayer: Replayer) -> dict[str, Any]:
+    """The world behind the replayed position."""
+    history = replayer.history
     return {
-        "position": position,
+        "position": replayer.position,
         "time_ns": history.time_ns,
         "epoch": history.fleet.epoch,
         "engines": [

@@ -27,11 +27,12 @@ def taken(
     """Replay up to a position: each entry, and whether it was taken in."""
     for position, entry, gap in capture.joined():
         if at is not None and position > at:
-            return
+            break
         if gap:
             replayer.lose()
         legal = replayer.take(position, entry) is None
         yield position, entry, legal or replayer.forces(entry)
+    capture.conclude()
 
 
 def inquired(
