@@ -33,7 +33,6 @@ from transport.commands_shared import (
     say,
     say_json,
 )
-from transport.replaying import found_in, inquired
 
 if TYPE_CHECKING:
     from transport.forensics_read import Capture
@@ -66,37 +65,6 @@ def expect_known(request: str, known: Collection[str]) -> None:
         from transport.explain import near
 
         raise UnknownRequest(request, near(request, known))
-
-
-def exposures(log: Path, /, *, reads: Switch = False, json: Json = False) -> int:
-    """Say who was exposed to whom; exits 0 nobody, 1 somebody, 5 nobody as far as the log goes.
-
-    Parameters
-    ----------
-    log
-        A folder of segments, one segment, or JSON Lines, also of another system;
-        "-" reads JSON Lines from standard input.
-    reads
-        Print every run of tokens that was read and not written by its reader.
-    json
-        Print one JSON document, with every response and every read.
-    """
-    from lifecycle.forensics_exposures import Inquiry
-    from transport import forensics_text
-
-    with opened(log) as capture:
-        inquiry = Inquiry(from_the_beginning=capture.claims_whole)
-        for _ in inquired(capture, inquiry):
-            pass
-        found = found_in(capture, inquiry)
-    if json:
-        say_json(forensics_text.exposures_object(capture, found))
-    else:
-        for line in forensics_text.exposure_lines(capture, found, reads=reads):
-            say(line)
-    if found.affected.most:
-        return EXIT_FAILED
-    return EXIT_OK if capture.whole else EXIT_UNREADABLE
 
 
 def replay(

@@ -103,15 +103,19 @@ class Capture:
     def __iter__(self) -> Iterator[tuple[int, Entry]]:
         """Positions and entries, in the order in which they stand."""
         for position, entry in self._read():
-            if not self.foreign:
-                if position > self._next:
-                    self._miss(self._next, position - 1, "not in the log", entry.time_ns)
-                    if len(self.unknown) < _REASONS_MAX:
-                        self.unplaced = 0
-                self._next = max(self._next, position + 1)
-            self._last_ns = max(self._last_ns, entry.time_ns)
+            self._place(position, entry.time_ns)
             self.entries_read += 1
             yield position, entry
+
+    def _place(self, position: int, time_ns: int) -> None:
+        """An entry is here: what lies between it and the one before it is missing."""
+        if not self.foreign:
+            if position > self._next:
+                self._miss(self._next, position - 1, "not in the log", time_ns)
+                if len(self.unknown) < _REASONS_MAX:
+                    self.unplaced = 0
+            self._next = max(self._next, position + 1)
+        self._last_ns = max(self._last_ns, time_ns)
 
     def joined(self) -> Iterator[tuple[int, Entry, bool]]:
         """The same, and whether something that no snapshot stands for is missing before the entry."""
