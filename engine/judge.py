@@ -13,6 +13,7 @@ from engine.sequencer import Sequencer
 from lifecycle.decide import Fail, Lose
 from lifecycle.events import (
     ByEngine,
+    Cause,
     Drained,
     Dropped,
     Entry,
@@ -86,9 +87,12 @@ class Judge(Sequencer):
         if len(failed.message) > MESSAGE_CHARACTERS_MAX:
             failed = attrs.evolve(failed, message=failed.message[:MESSAGE_CHARACTERS_MAX])
         if concerned and alive and state.attempt == proposal.attempt and state.phase in OPEN:
+            caught = self._caught(state, failed)
             relays = tuple((name, len(r.tokens)) for name, r in self.relays.items())
             relayed = dict(relays).get(proposal.request, state.relayed)
             self._carry_out(Fail(proposal.request, party, failed, relayed, relays))
+            for writer in caught:
+                self._lose(writer.engine, writer.incarnation, LostCause.RULE_BROKEN)
         if self.position > before:
             return Answer(party, number, before + 1)
         rule = "quiet-after-end" if alive else "incarnation-fences"
@@ -96,6 +100,19 @@ class Judge(Sequencer):
             rule, rule, "the failure concerns nothing that runs", proposal.request, 0
         )
         return self._drop(proposal, violation)
+
+    def _caught(self, state: RequestState, failed: Failed) -> tuple[Party, ...]:
+        """Who wrote what a decoding request met in its pages.
+
+        All of its pages were compared before it decoded, or stamped by their owner: whoever was let
+        into the grant of a tag that stands there now has written where it may not write any more.
+        """
+        foreign = failed.tag_found not in {None, failed.tag_expected}
+        if failed.cause is not Cause.ISOLATION_VIOLATION or not foreign:
+            return ()
+        if state.phase is not Phase.DECODING or failed.tag_found is None:
+            return ()
+        return self.let_in.get(failed.tag_found, ())
 
     def _repeat(self, proposal: Proposal) -> int | None:
         """The position at which this proposal's effect already stands in the log."""

@@ -101,6 +101,7 @@ class Scheduler(Judge):
         self.entries.setdefault(entry.request, []).append((position, entry))
         if isinstance(entry.event, Admitted):
             self._concern(entry.request, entry.event)
+        self._note_let_in(entry.event)
 
     def attach(self, attached: Attached, now_ns: int) -> list[SchedulerEffect]:
         """Let a new life of an engine in, or recognise one. Raises RefusedEngineError."""

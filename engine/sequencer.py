@@ -34,10 +34,14 @@ from lifecycle.events import (
     Finished,
     Proposer,
     Rejected,
+    Reserved,
 )
 from lifecycle.history import History
 from lifecycle.ids import FLEET, EngineId, Party, RequestId
 from lifecycle.state import TERMINAL, Grant, Phase, RequestState, Settlement, Violation
+
+LET_IN_MAX = 65_536
+"""How many grants that let writers in are remembered by their tags, also after they were settled."""
 
 
 class SequencerError(RuntimeError):
@@ -99,6 +103,7 @@ class Sequencer:
         self.audiences: dict[RequestId, tuple[tuple[EngineId, int], ...]] = {}
         self.lines: dict[Party, Line] = {}
         self.drops: dict[tuple[Party, RequestId, str], int] = {}
+        self.let_in: dict[int, tuple[Party, ...]] = {}
         self.accepting = True
         self.admitting = True
         self.effects: list[SchedulerEffect] = []
@@ -121,6 +126,7 @@ class Sequencer:
             for party, line in self.lines.items()
         }
         other.drops = dict(self.drops)
+        other.let_in = dict(self.let_in)
         other.effects = list(self.effects)
         return other
 
@@ -142,10 +148,18 @@ class Sequencer:
         self.entries.setdefault(request, []).append((self.position, entry))
         if isinstance(event, Admitted):
             self._backfill(request, self._concern(request, event))
+        self._note_let_in(event)
         for party in self._parties(request):
             self._publish(party, self.position, entry)
         self._react(request, event)
         return self.position
+
+    def _note_let_in(self, event: Event) -> None:
+        """A tag is met again where its writer writes, perhaps long after its grant was settled."""
+        if isinstance(event, Reserved) and event.parties:
+            self.let_in[event.tag] = event.parties
+            if len(self.let_in) > LET_IN_MAX:
+                del self.let_in[next(iter(self.let_in))]
 
     def _concerned(self, request: RequestId) -> tuple[tuple[EngineId, int], ...]:
         return self.audiences.get(request, ())

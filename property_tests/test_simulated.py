@@ -18,8 +18,9 @@ import pytest
 
 from engine.log_changes import changed, edited_base, renumbered
 from engine.scenarios import ONE
-from lifecycle.events import Drained, Entry, Lost, Proof
+from lifecycle.events import Aborted, Cause, Drained, Entry, Lost, LostCause, Proof, Reserved
 from lifecycle.history import History
+from lifecycle.ids import Party
 from lifecycle.replay import replay
 from lifecycle.rules import RULES
 from property_tests.mutants import BY_NAME
@@ -32,6 +33,8 @@ from transport.simulate_search import Outcome, run_plan
 from transport.simulated_control import MILLISECOND
 from transport.simulated_engine import Parts
 from transport.simulated_faults import KINDS, Fault, Plan, draw_plan
+from transport.simulated_wires import Weather
+from transport.simulated_world import STORMS
 
 RUNS = 40
 """Seeds that the fast claims look at; `custody fuzz --simulate` goes on from there."""
@@ -150,6 +153,54 @@ def test_who_was_given_up_begins_another_life_and_leaves_nothing_behind(*, placi
     assert reached["engine-ended"] == 0
     assert proofs[Proof.FENCED if placing else Proof.ACKNOWLEDGED, True] > 0
     assert reached["pages-left-in-quarantine"] == 0
+
+
+def echoing(seed: int, *, placing: bool) -> Plan:
+    """A plan in which every write lands once more after its end; some clients give up early."""
+    plan = attrs.evolve(draw_plan(seed, faults=False), placing=placing)
+    wishes = tuple(
+        attrs.evolve(wish, leaves_ns=wish.comes_ns + 50 * MILLISECOND) if number % 3 == 0 else wish
+        for number, wish in enumerate(plan.wishes)
+    )
+    return attrs.evolve(plan, wishes=wishes, faults=(Fault(1, "lie", "p0", plan.heals_ns),))
+
+
+@pytest.mark.parametrize("placing", [False, True])
+def test_a_writer_caught_after_its_drained_is_lost(
+    monkeypatch: pytest.MonkeyPatch, *, placing: bool
+) -> None:
+    """The header of somebody's page shows the tag, the tag shows whom it let in, and its life ends.
+
+    A receiver that places bytes refuses such a write, so nobody is caught there, and nobody harmed.
+    """
+    monkeypatch.setitem(STORMS, "lie", Weather(echo=1.0))
+    reached: Counter[str] = Counter()
+    caught = 0
+    for seed in (2, 6, 7, 8):
+        outcome = run_plan(echoing(seed, placing=placing))
+        assert (outcome.name, outcome.message) == ("", "")
+        reached += outcome.sometimes
+        writers: dict[int, Party] = {}
+        met: set[tuple[str, int]] = set()
+        for entry in (one.entry for one in outcome.log):
+            match entry.event:
+                case Reserved(tag=tag, parties=(party,)):
+                    writers[tag] = party
+                case Aborted(cause=Cause.ISOLATION_VIOLATION, tag_found=tag) if tag in writers:
+                    met.add((writers[tag].engine, writers[tag].incarnation))
+                case Lost(engine, incarnation, LostCause.RULE_BROKEN):
+                    assert (engine, incarnation) in met
+                    caught += 1
+                case _:
+                    pass
+    if placing:
+        assert (caught, reached["landed-again"]) == (0, 0)
+        assert reached["refused-by-the-receiver"] > 0
+        return
+    assert caught >= 4
+    # Its word is no proof any more, so its process has to end.
+    assert reached["engine-ended"] == caught
+    assert reached["began-again"] == 0
 
 
 # --- logs with one change ---------------------------------------------------------------------

@@ -16,7 +16,10 @@ import torch
 
 from engine.dataplane import Descriptor, Write
 from engine.dataplane_errors import PeerMismatch, PlaneMisused
+from engine.model import Model
+from engine.store import EventStore
 from lifecycle.events import (
+    Aborted,
     ByEngine,
     Drained,
     Entry,
@@ -25,6 +28,7 @@ from lifecycle.events import (
     LostCause,
     Proof,
     Released,
+    Reserved,
     Role,
 )
 from lifecycle.ids import EngineId, Party, RequestId
@@ -32,8 +36,20 @@ from lifecycle.replay import replay
 from lifecycle.state import Phase
 from tests.driver import DECODE, PREFILL, Driver, Sizes
 from tests.fake_engine import FakeEngine
-from tests.serving import deployment
-from tests.test_engine_shell import SAFETY_SECONDS, Scripted, _loaded, _settings, refused, welcome
+from tests.serving import deployment, details
+from tests.test_engine_shell import (
+    SAFETY_SECONDS,
+    Running,
+    Scripted,
+    _loaded,
+    _settings,
+    fleet,
+    params,
+    refused,
+    until,
+    welcome,
+)
+from tests.test_inprocess import prompt_of
 from tests.tiny import tiny_llama
 from transport import engine_lives
 from transport.engine_lives import LIVES_MAX, end_life, open_engine, run_engine
@@ -51,6 +67,11 @@ SYNCED = fleet_pb2.SchedulerItem(synced=fleet_pb2.Synced())
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("model") / "tiny", tied=False)
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Model:
+    return _loaded(directory).model
 
 
 # --- one life after another -----------------------------------------------------------------------
@@ -331,3 +352,64 @@ async def test_a_process_comes_back_in_its_own_place_only(directory: Path) -> No
         await own.synced.wait()
         lost = [s.entry.event for s in here.store.tail(1) if isinstance(s.entry.event, Lost)]
         assert [event.cause for event in lost] == [LostCause.REPLACED]
+
+
+# --- a write after its Drained --------------------------------------------------------------------
+
+
+async def test_a_writer_caught_after_its_drained_is_lost_and_ends(
+    directory: Path, model: Model
+) -> None:
+    """What its mapping still reaches shows by its tag as soon as somebody decodes from there.
+
+    The request that met it gets no token of that step, and the writer's word counts no more: its
+    process ends instead of beginning another life.
+    """
+    async with fleet(directory) as here:
+        await here.generate(prompt_of(17, model), params(4))
+        first = reserved(here.store)[0]
+        pool, layout = here.decode.shell.memory.pool, here.decode.shell.memory.pool.layout
+        page = first.pages[0].first
+        spans = [
+            slice(offset, offset + layout.block_bytes)
+            for offset, _ in layout.run_spans(pages=pool.pages, start=page, count=1)
+        ]
+        reach = writers_view(here.prefill, here.decode.shell.party)
+        kept = [reach[span].copy() for span in spans]
+        sampled = here.decode.shell.owner.counters().tokens_sampled
+        errors: list[grpc.aio.AioRpcError] = []
+
+        async def ask() -> None:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await here.generate(prompt_of(18, model), params(150))
+            errors.append(caught.value)
+
+        async with anyio.create_task_group() as clients:
+            clients.start_soon(ask)
+            counters = here.decode.shell.owner.counters
+            await until(lambda: counters().tokens_sampled > sampled + 2)
+            for span, block in zip(spans, kept, strict=True):
+                reach[span] = block
+        await here.prefill.ended.wait()
+        del reach
+    assert page in [run.first for run in reserved(here.store)[1].pages]
+    assert details(errors[0])[0].reason == "KV_ISOLATION_VIOLATION"
+    events = [stored.entry.event for stored in here.store.tail(1)]
+    aborted = next(event for event in events if isinstance(event, Aborted))
+    assert (aborted.page, aborted.tag_found) == (page, first.tag)
+    lost = [event for event in events if isinstance(event, Lost)]
+    assert lost[0] == Lost(EngineId("prefill-0"), 7, LostCause.RULE_BROKEN)
+    assert (here.prefill.code, here.prefill.shell.lost) == (EXIT_REFUSED, False)
+
+
+def reserved(store: EventStore) -> list[Reserved]:
+    """The grants that let a writer in, in order."""
+    events = [stored.entry.event for stored in store.tail(1)]
+    return [event for event in events if isinstance(event, Reserved) and event.parties]
+
+
+def writers_view(writer: Running, owner: Party) -> Bytes:
+    """The owner's pool as the writer's process has it mapped."""
+    posts, plane = writer.shell.owner.posts, writer.shell.memory.plane  # type: ignore[attr-defined]
+    pool: Bytes = plane._links[posts._peers[owner].serial].mapping.pool  # type: ignore[attr-defined]
+    return pool

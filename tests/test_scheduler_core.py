@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
+from engine import sequencer
 from engine.core import LogDivergedError
 from engine.effects import Answer, Append, Publish, TellOutcome
 from engine.prefill import Posted
@@ -24,6 +25,7 @@ from lifecycle.events import (
     Lost,
     LostCause,
     Proposal,
+    Purpose,
     RejectCode,
     Rejected,
     Released,
@@ -223,6 +225,80 @@ def test_a_write_after_drained_loses_the_engine() -> None:
     assert next(e for e in effects if isinstance(e, Answer)).rule == "drained-is-final"
     driver.run()
     assert replay(driver.log).clean
+
+
+def _meets(driver: Driver, request: RequestId, tag: int) -> None:
+    """Decode says that a page of this request bears that tag."""
+    state = driver.scheduler.log.state(request)
+    page = state.current(Purpose.DESTINATION)[0].reserved.pages[0].first
+    failed = Failed(Cause.ISOLATION_VIOLATION, "why", page, 77, tag)
+    number = driver.scheduler.lines[DECODE].expected
+    proposal = Proposal(DECODE, number, request, state.attempt, failed)
+    driver.perform(driver.scheduler.propose(proposal, driver.now_ns))
+
+
+def _let_in(driver: Driver) -> Reserved:
+    """The first grant that let a writer in."""
+    events = _events_of(driver, Reserved)
+    return next(e for e in events if isinstance(e, Reserved) and e.parties)
+
+
+def _after_another(**sizes: Any) -> tuple[Driver, RequestId]:
+    """A request that decodes when an earlier one is over and forgotten."""
+    driver = _pair(**sizes)
+    driver.submit()
+    driver.run()
+    request = driver.submit()
+    return _decoding(driver, request), request
+
+
+def test_whose_tag_is_met_in_a_page_that_decodes_is_lost() -> None:
+    """The page was whole before it was read, so that writer has written after its Drained."""
+    driver, request = _after_another()
+    _meets(driver, request, _let_in(driver).tag)
+    aborted = driver.outcomes[request]
+    assert isinstance(aborted, Aborted)
+    assert aborted.cause is Cause.ISOLATION_VIOLATION
+    assert _events_of(driver, Lost) == [Lost(PREFILL.engine, 1, LostCause.RULE_BROKEN)]
+    assert replay(driver.log).clean
+
+
+def test_a_tag_that_let_in_nobody_blames_nobody() -> None:
+    """A flipped bit is nobody's tag."""
+    driver, request = _after_another()
+    _meets(driver, request, 12345)
+    assert isinstance(driver.outcomes[request], Aborted)
+    assert _events_of(driver, Lost) == []
+
+
+def test_what_was_left_in_a_page_before_it_was_written_blames_nobody() -> None:
+    """Pages are not cleared: before `Verified` an older tag may stand there by right."""
+    driver = _pair()
+    driver.submit()
+    driver.run()
+    request = driver.submit()
+    driver.run_until(lambda: "Drained" in driver.events(request))
+    assert driver.phase(request) is Phase.ADMITTED
+    _meets(driver, request, _let_in(driver).tag)
+    assert isinstance(driver.outcomes[request], Aborted)
+    assert _events_of(driver, Lost) == []
+
+
+def test_only_so_many_tags_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest goes first."""
+    monkeypatch.setattr(sequencer, "LET_IN_MAX", 1)
+    driver, request = _after_another()
+    assert len(driver.scheduler.let_in) == 1
+    _meets(driver, request, _let_in(driver).tag)
+    assert _events_of(driver, Lost) == []
+
+
+def test_a_new_life_of_the_scheduler_remembers_tags() -> None:
+    """They stand in the log."""
+    driver, _ = _after_another()
+    known = dict(driver.scheduler.let_in)
+    driver.restart()
+    assert driver.scheduler.let_in == known
 
 
 def test_finished_waits_for_every_token_that_it_counts() -> None:

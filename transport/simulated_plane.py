@@ -120,7 +120,7 @@ class SimulatedPlane:
             if refusal is not None:
                 self.book.settle(ticket, Answer.FAILED_QUIESCED, refusal.name)
                 return ticket
-        flight = Flight(self, owner, ticket, name, self._cut(writes))
+        flight = Flight(self, owner, ticket, name, tuple(writes), self._cut(writes))
         self._of[ticket] = flight
         self.wires.begin(flight)
         return ticket

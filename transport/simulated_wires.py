@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transport.simulated_plane import SimulatedPlane
 
 MICROSECOND = 1_000
+ECHO_NS = 1_000_000 * MICROSECOND
 
 Holder = Callable[[int], GrantKey | None]
 """Which grant the owner's own books give a page to."""
@@ -34,7 +35,8 @@ class Weather:
 
     doubt: the writer is told `IN_DOUBT` and the bytes go on; fail: some bytes never arrive;
     tear: both, and only an inquiry says so;
-    corrupt: a bit is flipped on the way; lie: `DONE` is reported before the last piece lands.
+    corrupt: a bit is flipped on the way; lie: `DONE` is reported before the last piece lands;
+    echo: what was reported `DONE`, and was so, lands once more within `ECHO_NS`.
     """
 
     delay_ns: int = 200 * MICROSECOND
@@ -44,6 +46,7 @@ class Weather:
     tear: float = 0.0
     corrupt: float = 0.0
     lie: float = 0.0
+    echo: float = 0.0
 
 
 @attrs.define(eq=False)
@@ -54,6 +57,7 @@ class Flight:
     owner: SimulatedPlane
     ticket: Ticket
     name: TicketName
+    writes: tuple[Write, ...]
     pieces: list[Write]
     lost: int = 0
     corrupt: bool = False
@@ -173,11 +177,33 @@ class Wires:
         flight.over = True
         self.flights.remove(flight)
         if whole:
+            if self.weather.echo and self.chance.random() < self.weather.echo:
+                self._echo(flight)
             flight.writer.book.settle(flight.ticket, Answer.DONE)
             return
         if self.placing:
             owner.table.give_up(flight.name)
         flight.writer.book.settle(flight.ticket, Answer.FAILED_QUIESCED, "it did not all arrive")
+
+    def _echo(self, flight: Flight) -> None:
+        """Have the write land once more, whole and at once: its pages' tags are left to tell."""
+        source = flight.captured or flight.writer.region.bytes
+        copies = tuple(
+            (w, bytes(source[w.source_offset : w.source_offset + w.length])) for w in flight.writes
+        )
+        delay = self.chance.randrange(1, ECHO_NS)
+        self.clock.after(delay, partial(self._land_again, flight, copies))
+
+    def _land_again(self, flight: Flight, copies: tuple[tuple[Write, bytes], ...]) -> None:
+        owner = flight.owner
+        if owner.dead or (flight.writer.dead and not self.placing):
+            return
+        for write, data in copies:
+            if self.placing and owner.table.begin(flight.name, _extent(write)) is not None:
+                self.reached["refused-by-the-receiver"] += 1
+                return
+            self.reached["landed-again"] += 1
+            owner.region.bytes[write.target_offset : write.target_offset + write.length] = data
 
     def inquire(self, flight: Flight) -> None:
         """Ask what became of a write: where the receiver places, that gives it up."""

@@ -35,7 +35,7 @@ STORMS = {
     "doubt": Weather(doubt=0.3, tear=0.1),
     "fail": Weather(fail=0.3),
     "corrupt": Weather(corrupt=0.3),
-    "lie": Weather(lie=0.3),
+    "lie": Weather(lie=0.3, echo=0.1),
     "slow-wire": Weather(slow_ns=500 * MILLISECOND),
 }
 
