@@ -16,7 +16,14 @@ from tests.tiny import tiny_llama
 from transport import bench, bench_transformers, cli
 from transport.bench_context import BenchSettings, Bystanders, Context, UnknownMeasure
 from transport.bench_inside import _UncheckedBatch, unchecked
-from transport.bench_kernels import KernelSettings, _added, run_kernels
+from transport.bench_kernels import (
+    STEPS,
+    KernelSettings,
+    Turns,
+    _added,
+    _quickest,
+    run_kernels,
+)
 from transport.bench_parts import Peer, PeerRun
 from transport.bench_stats import (
     SCHEMA,
@@ -324,11 +331,39 @@ def test_kernels_are_measured_beside_their_references(tmp_path: Path) -> None:
     found = run_kernels(settings, progress=quiet)
     names = [figure.name for figure in found.figures]
     assert names == [
-        "step-1x20", "check-1x20", "bandwidth-1x20", "attention-1x20",
-        "step-2x40", "check-2x40", "bandwidth-2x40", "attention-2x40",
+        "step-1x20", "int8-1x20", "check-1x20", "bandwidth-1x20", "attention-1x20",
+        "context-read-1x20",
+        "step-2x40", "int8-2x40", "check-2x40", "bandwidth-2x40", "attention-2x40",
+        "context-read-2x40",
         "pack", "verify",
     ]  # fmt: skip
     assert all(len(figure.ratios) == 2 for figure in found.figures)
+
+
+def test_a_figure_ends_when_its_time_is_up() -> None:
+    """On a machine so busy that one call takes all the time there is, each round still has its one
+    turn of every side; where there is time, sides take turns up to a bound and the quickest counts.
+    """
+    calls: list[str] = []
+
+    def side(name: str, *seconds: float) -> Callable[[], float]:
+        left = list(seconds)
+
+        def run() -> float:
+            calls.append(name)
+            return left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+    hurried = KernelSettings(model="", runs=2, figure_seconds=1e-9)
+    found = _quickest(hurried, side("a", 3.0, 2.0), side("b", 5.0))
+    assert calls == ["a", "b", "a", "b"]
+    assert found == Turns(((3.0, 5.0), (2.0, 5.0)), 1)
+    calls.clear()
+    patient = KernelSettings(model="", runs=1, figure_seconds=1e9)
+    found = _quickest(patient, side("a", 3.0, 2.0, 4.0), side("b", 5.0))
+    assert found == Turns(((2.0, 5.0),), STEPS)
+    assert calls == ["a", "b"] * STEPS
 
 
 def test_a_context_that_noise_hides_meets_no_target() -> None:

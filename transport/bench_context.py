@@ -24,7 +24,13 @@ import torch
 from engine.model_config import ModelConfig
 from engine.weights import load_config
 from transport.bench_parts import Deployment, Peer
-from transport.settings import DEFAULT_MODEL, InvalidSetting, PoolSettings, SchedulerSettings
+from transport.settings import (
+    DEFAULT_MODEL,
+    WEIGHTS,
+    InvalidSetting,
+    PoolSettings,
+    SchedulerSettings,
+)
 
 PEERS = ("transformers", "none")
 WATCH_SECONDS = 0.5
@@ -55,6 +61,10 @@ def _several(_instance: object, attribute: attrs.Attribute[int], value: int) -> 
         raise InvalidSetting(name=attribute.name, value=value, reason=reason)
 
 
+def _weights(_instance: object, _attribute: attrs.Attribute[str], value: str) -> None:
+    PoolSettings(weights=value)
+
+
 def _peer(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
     if value not in PEERS:
         reason = f"no such peer; there are {', '.join(PEERS)}"
@@ -81,6 +91,8 @@ class BenchSettings:
     """Threads of the peer, and of each engine."""
     kv_memory: str = "1GiB"
     """KV pool of each engine."""
+    weights: str = attrs.field(default=WEIGHTS[0], validator=_weights)
+    """Weights of our engines, float or int8; the peer always computes in float32."""
     seed: int = 0
     """Prompts are a function of it."""
     only: tuple[str, ...] = ()
@@ -136,6 +148,7 @@ class Context:
                 page_tokens=PAGE_TOKENS,
                 batch=max(16, settings.batch),
                 threads=settings.threads if threads is None else threads,
+                weights=settings.weights,
             ),
             folder=self.folder,
             name=name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 
 import attrs
@@ -26,25 +26,48 @@ from kernels.int8 import tensors_of
 from kernels.layout import PageMemory
 from transport.bench_context import Bystanders, machine
 from transport.bench_inside import Room, unchecked
-from transport.bench_stats import Figure, Report, Target, interleave
+from transport.bench_stats import Figure, Report, Spread, Target
 
 SHAPES = ((1, 512), (8, 512), (8, 2048))
 """Streams, and tokens that each has behind it."""
 
 STEPS = 6
-Rounds = tuple[tuple[float, float], ...]
+"""Most calls of either side in a round."""
+
+FIGURE_SECONDS = 20.0
+Side = Callable[[], float]
 READ_BYTES = 1 << 28
 GIGA = 1e9
 
 
 @attrs.frozen(kw_only=True)
 class KernelSettings:
-    """What is measured; `threads` compute on both sides."""
+    """What is measured; `threads` compute on both sides.
+
+    figure_seconds: after so long a figure's rounds end with the pair of calls that they are in;
+    each round has one pair at least, so a busy machine makes figures coarse and not endless.
+    """
 
     model: str
     threads: int = 2
     runs: int = 3
+    figure_seconds: float = FIGURE_SECONDS
     shapes: tuple[tuple[int, int], ...] = SHAPES
+
+
+@attrs.frozen
+class Turns:
+    """For each round the quickest call of each side, or what became of those.
+
+    calls: how often each side ran in the round that had fewest.
+    """
+
+    rounds: tuple[tuple[float, ...], ...]
+    calls: int
+
+    def map(self, make: Callable[..., tuple[float, float]]) -> Turns:
+        """What `make` makes of the sides of each round: ours and theirs in another unit."""
+        return Turns(tuple(make(*round_) for round_ in self.rounds), self.calls)
 
 
 def run_kernels(settings: KernelSettings, *, progress: Callable[[str], None]) -> Report:
@@ -54,13 +77,17 @@ def run_kernels(settings: KernelSettings, *, progress: Callable[[str], None]) ->
     torch.set_num_threads(settings.threads)
     bystanders = Bystanders()
     try:
-        model = load_model(settings.model)
+        models = Models(load_model(settings.model), load_model(settings.model, precision="int8"))
         figures: list[Figure] = []
         for batch, tokens in settings.shapes:
             progress(f"{batch} streams over {tokens} tokens")
-            figures += _shape(model, settings, batch=batch, tokens=tokens)
+            for figure in _shape(models, settings, batch=batch, tokens=tokens):
+                progress(
+                    f"{figure.name}: {Spread.of(figure.ratios).median:.3g} times {figure.peer}"
+                )
+                figures.append(figure)
         progress("pages")
-        figures += _pages(model, settings)
+        figures += _pages(models.plain, settings)
     finally:
         torch.set_num_threads(before)
     load = {"cores_busy_with_others_meanwhile": round(bystanders.cores(), 2)}
@@ -74,10 +101,18 @@ def run_kernels(settings: KernelSettings, *, progress: Callable[[str], None]) ->
     )
 
 
-def _timed(work: Callable[[], object]) -> Callable[[int], float]:
+@attrs.frozen(eq=False)
+class Models:
+    """The same model with its own weights and with rounded ones."""
+
+    plain: Model
+    rounded: Model
+
+
+def _timed(work: Callable[[], object]) -> Side:
     """Seconds of one call."""
 
-    def once(_: int) -> float:
+    def once() -> float:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
@@ -85,20 +120,30 @@ def _timed(work: Callable[[], object]) -> Callable[[int], float]:
     return once
 
 
-def _quickest(
-    settings: KernelSettings, ours: Callable[[int], float], theirs: Callable[[int], float]
-) -> Rounds:
-    """For each round the quickest of several calls of both, which alternate.
+def _quickest(settings: KernelSettings, *sides: Side) -> Turns:
+    """For each round the quickest of several calls of each side; the sides take turns.
 
-    Who else runs can only slow one down, and meets both sides.
+    Who else runs can only slow one down, and meets all sides.
     """
-    rounds = [interleave(STEPS, ours, theirs) for _ in range(settings.runs)]
-    return tuple((min(a for a, _ in calls), min(b for _, b in calls)) for calls in rounds)
+    share = settings.figure_seconds / settings.runs
+    rounds = [_turns(share, sides) for _ in range(settings.runs)]
+    quickest = tuple(tuple(map(min, zip(*calls, strict=True))) for calls in rounds)
+    return Turns(quickest, min(map(len, rounds)))
+
+
+def _turns(seconds: float, sides: Sequence[Side]) -> list[tuple[float, ...]]:
+    """Up to STEPS turns of all sides, none of which begins after so many seconds; one at least."""
+    end = time.perf_counter() + seconds
+    calls = [tuple(side() for side in sides)]
+    while len(calls) < STEPS and time.perf_counter() < end:
+        calls.append(tuple(side() for side in sides))
+    return calls
 
 
 def _shape(
-    model: Model, settings: KernelSettings, *, batch: int, tokens: int
-) -> tuple[Figure, ...]:
+    models: Models, settings: KernelSettings, *, batch: int, tokens: int
+) -> Iterator[Figure]:
+    model = models.plain
     room = Room(model, batch=batch, tokens=tokens)
     short = Room(model, batch=batch, tokens=1)
     threads = settings.threads
@@ -106,53 +151,66 @@ def _shape(
     bare = unchecked(model, room.pool, threads=threads)
     plain = PlainSteps(model, room.pool)
     brief = make_steps(model, short.pool, threads=threads)
+    rounded = make_steps(models.rounded, room.pool, threads=threads)
     size = _step_bytes(model, room.pool)
     gathered = _gathered(model, room.pool, batch=batch, tokens=tokens)
     pages = room.pool.memory.octets.numel()
+    read = _timed(_reader())
     says = f"{batch} streams over {tokens} tokens"
 
-    def seconds(way: DecodeSteps) -> Callable[[int], float]:
-        return lambda _: room.seconds(way)
+    def seconds(way: DecodeSteps) -> Side:
+        return lambda: room.seconds(way)
 
-    def figure(name: str, text: str, rounds: Rounds, peer: str, unit: str, target: float) -> Figure:
+    def figure(name: str, text: str, turns: Turns, peer: str, unit: str, target: float) -> Figure:
         return Figure(
             name=f"{name}-{batch}x{tokens}",
             says=f"{says}: {text}",
             unit=unit,
-            ours=tuple(ours for ours, _ in rounds),
-            theirs=tuple(theirs for _, theirs in rounds),
+            ours=tuple(ours for ours, _ in turns.rounds),
+            theirs=tuple(theirs for _, theirs in turns.rounds),
             peer=peer,
             target=Target(value=target, better="higher"),
-            notes={"path": steps.path},
+            notes={
+                "path": steps.path,
+                "calls_in_a_round": turns.calls,
+                "step_bytes": size,
+                "context_bytes": pages,
+            },
         )
 
-    def rates(ours: Callable[[int], float], theirs: Callable[[int], float]) -> Rounds:
-        return tuple((1 / a, 1 / b) for a, b in _quickest(settings, ours, theirs))
+    def rates(ours: Side, theirs: Side) -> Turns:
+        return _quickest(settings, ours, theirs).map(lambda a, b: (1 / a, 1 / b))
 
-    step = rates(seconds(steps), seconds(plain))
-    check = rates(seconds(steps), seconds(bare))
-    limit = tuple(
-        (size / a / GIGA, READ_BYTES / b / GIGA)
-        for a, b in _quickest(settings, seconds(steps), _timed(_reader()))
+    for way in (steps, bare, rounded):
+        room.seconds(way)
+    turns = rates(seconds(steps), seconds(plain))
+    yield figure("step", "decode steps a second", turns, "the same in plain torch", "steps/s", 1.0)
+    turns = rates(seconds(rounded), seconds(steps))
+    yield figure("int8", "steps with int8 weights", turns, "float32 weights", "steps/s", 1.0)
+    turns = rates(seconds(steps), seconds(bare))
+    yield figure("check", "with header checks", turns, "without header checks", "steps/s", 0.99)
+    turns = _quickest(settings, seconds(steps), read).map(
+        lambda a, b: (size / a / GIGA, READ_BYTES / b / GIGA)
     )
+    text = "weights and pages read in a step"
+    yield figure("bandwidth", text, turns, "a plain read", "GB/s", 0.6)
     # What the context adds: its pages, their headers, the joining of parts.
-    whole = _quickest(settings, seconds(steps), lambda _: short.seconds(brief))
-    beside = _quickest(settings, seconds(steps), _timed(gathered))
-    part = tuple(
-        (_added(long=long, short=brief_one), 1 / other)
-        for (long, brief_one), (_, other) in zip(whole, beside, strict=True)
-    )
-    found = (
-        figure("step", "decode steps a second", step, "the same in plain torch", "steps/s", 1.0),
-        figure("check", "with header checks", check, "without header checks", "steps/s", 0.99),
-        figure("bandwidth", "weights and pages read in a step", limit, "a plain read", "GB/s", 0.6),
-        figure(
-            "attention", "what the context adds to a step", part,
-            "gather into a kept buffer, then SDPA", "passes/s", 2.0,
-        ),
+    sides = (seconds(steps), lambda: short.seconds(brief), _timed(gathered), read)
+    turns = _quickest(settings, *sides)
+    yield figure(
+        "attention", "what the context adds to a step",
+        turns.map(lambda long, short, other, _: (_added(long=long, short=short), 1 / other)),
+        "gather into a kept buffer, then SDPA", "passes/s", 2.0,
     )  # fmt: skip
-    bytes_read = {"step_bytes": size, "context_bytes": pages}
-    return tuple(attrs.evolve(f, notes=f.notes | bytes_read) for f in found)
+    yield figure(
+        "context-read", "pages read by what the context adds to a step",
+        turns.map(
+            lambda long, short, _, other: (
+                pages * _added(long=long, short=short) / GIGA, READ_BYTES / other / GIGA,
+            )
+        ),
+        "a plain read", "GB/s", 0.6,
+    )  # fmt: skip
 
 
 def _added(*, long: float, short: float) -> float:
@@ -212,11 +270,11 @@ def _pages(model: Model, settings: KernelSettings) -> tuple[Figure, ...]:
             name=name,
             says=text,
             unit="GB/s",
-            ours=tuple(ours for ours, _ in rounds),
-            theirs=tuple(theirs for _, theirs in rounds),
+            ours=tuple(ours for ours, _ in turns.rounds),
+            theirs=tuple(theirs for _, theirs in turns.rounds),
             peer="a plain copy",
         )
-        for name, text, rounds in (
+        for name, text, turns in (
             (name, text, _rates(settings, size, work, lambda: copy.copy_(source.octets)))
             for name, text, work in (
                 ("pack", "pages of 511 tokens sealed into staging, by one thread", packed),
@@ -228,6 +286,6 @@ def _pages(model: Model, settings: KernelSettings) -> tuple[Figure, ...]:
 
 def _rates(
     settings: KernelSettings, size: int, ours: Callable[[], object], theirs: Callable[[], object]
-) -> Rounds:
-    rounds = _quickest(settings, _timed(ours), _timed(theirs))
-    return tuple((size / a / GIGA, size / b / GIGA) for a, b in rounds)
+) -> Turns:
+    turns = _quickest(settings, _timed(ours), _timed(theirs))
+    return turns.map(lambda a, b: (size / a / GIGA, size / b / GIGA))

@@ -6,6 +6,7 @@ Must not know: how anything is measured.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,7 @@ def bench_serve(
     peer: str = "transformers",
     threads: int = 2,
     kv_memory: str = "1GiB",
+    weights: str = "float",
     seed: int = 0,
     only: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     json: Json = False,
@@ -61,6 +63,8 @@ def bench_serve(
         Threads of the peer, and of each engine.
     kv_memory
         KV pool of each engine.
+    weights
+        Weights of our engines, float or int8; the peer always computes in float32.
     seed
         Prompts are a function of it.
     only
@@ -80,6 +84,7 @@ def bench_serve(
         peer=peer,
         threads=threads,
         kv_memory=kv_memory,
+        weights=weights,
         seed=seed,
         only=only,
     )
@@ -92,10 +97,16 @@ def bench_serve(
 
 @bench_app.command(name="kernels")
 def bench_kernels(
-    *, model: str = str(DEFAULT_MODEL), threads: int = 2, runs: int = 3, json: Json = False
+    *,
+    model: str = str(DEFAULT_MODEL),
+    threads: int = 2,
+    runs: int = 3,
+    figure_seconds: float = 20.0,
+    json: Json = False,
 ) -> int:
     """Measure the decode step, its attention and its checks beside plain torch and the memory.
 
+    Says on standard error what it measures and has found; minutes on a quiet machine.
     Ends with exit code 1 when a figure misses its target; the report is complete all the same.
 
     Parameters
@@ -106,14 +117,23 @@ def bench_kernels(
         Threads of both sides.
     runs
         Rounds, each of ours and the other side.
+    figure_seconds
+        Time after which no further calls are made for a figure, beyond one a round.
     json
         Print the report as JSON.
     """
+    # As engines do: OpenMP threads that spin make plain torch hundreds of times slower beside a
+    # busy process, and the measure endless.  The variable is read once, when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from transport.bench_kernels import KernelSettings, run_kernels
 
     if threads < 1 or runs < 1:
         raise UsageError(f"threads is {threads} and runs is {runs}; both must be at least 1")
-    settings = KernelSettings(model=model, threads=threads, runs=runs)
+    if not 0 < figure_seconds < float("inf"):
+        raise UsageError(f"figure-seconds is {figure_seconds}; it must be above 0")
+    settings = KernelSettings(
+        model=model, threads=threads, runs=runs, figure_seconds=figure_seconds
+    )
     return _tell(run_kernels(settings, progress=lambda text: note(f"bench: {text}")), json=json)
 
 

@@ -183,5 +183,6 @@ def make_owner(
         digest=digest,
     )
     decode = DecodeRunner(loaded.model, pool, loaded.tokenizer, clock=time.time_ns, digest=digest)
-    _log.info("decode_path", path=decode.compute.path, reason=decode.compute.reason)
+    path, reason = decode.compute.path, decode.compute.reason
+    _log.info("decode_path", path=path, reason=reason, weights=settings.weights)
     return DecodeOwner(decode_core, decode, plane=memory.plane, send=send, note=note)
