@@ -154,6 +154,8 @@ ALONE: list[tuple[int, str]] = [
     (5, "timeline {good}.none"),
     (5, "log verify {good}.none"),
     (5, "log import {good}.none --output {good}.log"),
+    (5, "log index {good}.none"),
+    (2, "log index {good}"),
     (5, "diff {good} {good}.none"),
     (5, "slice {good}.none"),
     (5, "bundle {good}.none"),

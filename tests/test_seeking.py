@@ -28,7 +28,7 @@ from transport.forensics_read import SegmentCapture, open_capture
 from transport.replaying import taken, wanted
 from transport.seek_build import Built, NotIndexed, build
 from transport.seek_index import NAME, UnusableIndex
-from transport.seeking import Begun, begun
+from transport.seeking import Begun, begun, of_request
 from transport.stores import frames, sealed, segment_files
 
 CAPTURED = FOLDER / "schema-1" / "segments"
@@ -333,3 +333,36 @@ def test_a_world_in_a_damaged_log_is_incomplete(tmp_path: Path) -> None:
     segment_files.segment_paths(log)[1].unlink()
     assert cli.run(["replay", str(log), "--at", "20"]) == 0
     assert cli.run(["replay", str(log), "--at", "60"]) == 5
+
+
+def test_a_request_is_shown_by_the_index(
+    captured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Entries are those of the whole log, and what was not read is told."""
+    request = "00000001-000000000002"
+    told = ["log", "show", request, "--log", str(captured), "--json"]
+    assert cli.run(told) == 0
+    said = capsys.readouterr()
+    assert "of positions 1 to 64 only this request's were read" in said.err
+    assert cli.run([*told, "--whole"]) == 0
+    whole = capsys.readouterr()
+    assert (whole.out, whole.err) == (said.out, "")
+    assert said.out.count("\n") > 5
+    assert cli.run(["log", "show", "no-such", "--log", str(captured)]) == 1
+    (captured / NAME).write_bytes(b"nonsense")
+    assert cli.run(told) == 0
+    said = capsys.readouterr()
+    assert said.out == whole.out
+    assert "the index is not used" in said.err
+
+
+@pytest.mark.parametrize("entries", LOGS[:3])
+def test_every_request_is_found_by_the_index(tmp_path: Path, entries: list[Entry]) -> None:
+    """Its entries are those of the whole log, refused and late ones among them."""
+    log = written(tmp_path / "log", spoilt(entries, random.Random(4)), random.Random(4))
+    indexed(log)
+    with ExitStack() as stack:
+        stored = list(open_capture(log, stack))
+    for name in {entry.request for _, entry in stored}:
+        found, _ = of_request(log, name)
+        assert found == [one for one in stored if one[1].request == name]

@@ -160,6 +160,7 @@ def show(
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
     door: Door = CALL,
     log: Path | None = None,
+    whole: Switch = False,
     json: Json = False,
 ) -> int:
     """Print every entry of one request.
@@ -172,12 +173,14 @@ def show(
         Address of a running scheduler.
     log
         Read this log folder or file instead of asking a scheduler.
+    whole
+        Use no index of the log: read all of it.
     json
         Print JSON Lines, one entry a line.
     """
     from transport import jsonlines, render
 
-    entries = _of_request(request, scheduler=scheduler, door=door, log=log)
+    entries = _of_request(request, scheduler=scheduler, door=door, log=log, whole=whole)
     if json:
         for one in entries:
             say_json(jsonlines.entry_object(one))
@@ -187,11 +190,13 @@ def show(
 
 
 def _of_request(
-    request: str, *, scheduler: str, door: CallSettings, log: Path | None
+    request: str, *, scheduler: str, door: CallSettings, log: Path | None, whole: bool
 ) -> tuple[Stored, ...]:
     if log is None:
         with connect(scheduler, door) as client:
             entries = client.request_log(request)
+    elif not whole and (found := _by_index(request, log)) is not None:
+        entries = found
     else:
         from transport.jsonlines import read_log
 
@@ -199,6 +204,25 @@ def _of_request(
     if not entries:
         raise UnknownRequest(request)
     return entries
+
+
+def _by_index(request: str, log: Path) -> tuple[Stored, ...] | None:
+    """The request's entries where an index says that they are, and whatever came since it."""
+    from engine.store import Stored
+    from transport.forensics_read import uncollected
+    from transport.seek_index import UnusableIndex, index_path
+    from transport.seeking import of_request
+
+    if not log.is_dir() or not index_path(log).exists():
+        return None
+    try:
+        with uncollected():
+            found, last = of_request(log, request)
+    except UnusableIndex as error:
+        note(f"the index is not used, everything is read: {error}")
+        return None
+    note(f"by the index {index_path(log)}: of positions 1 to {last} only this request's were read")
+    return tuple(Stored(position, entry) for position, entry in found)
 
 
 @log_app.command

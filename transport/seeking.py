@@ -244,6 +244,26 @@ def indexed(log: Path, path: Path, stack: ExitStack) -> Indexed:
     return Indexed(index, placed)
 
 
+def of_request(log: Path, name: str) -> tuple[list[tuple[int, Entry]], int]:
+    """A request's entries by the log's index and by what came since; the index's last position.
+
+    Raises `UnusableIndex`, also where what came since is damaged, `UnreadableLog` or OSError.
+    """
+    with ExitStack() as stack:
+        opened = indexed(log, index_path(log), stack)
+        last = opened.index.last
+        found = opened.request(name)
+        number = opened.log.number(last.segment)
+        capture = SegmentCapture(
+            Survey(opened.log.paths[number:], after=last), alone=True, begins=False
+        )
+        capture.begin_after(last.last, time_ns=last.time_ns, snapshot=None)
+        found += [one for one in capture if one[1].request == name]
+        if not capture.whole:
+            raise UnusableIndex(f"behind position {last.last} the log is damaged or has gaps")
+        return found, last.last
+
+
 class IndexAside:
     """Requests that were over behind a snapshot: read again when a late entry names one."""
 
