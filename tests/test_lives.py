@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import grpc
 import pytest
 import torch
 
-from engine.dataplane import Descriptor, Write
+from engine.dataplane import DataPlane, Descriptor, Write
 from engine.dataplane_errors import PeerMismatch, PlaneMisused
 from engine.model import Model
 from engine.store import EventStore
@@ -36,6 +38,7 @@ from lifecycle.replay import replay
 from lifecycle.state import Phase
 from tests.driver import DECODE, PREFILL, Driver, Sizes
 from tests.fake_engine import FakeEngine
+from tests.inprocess import Deployment as Inprocess
 from tests.serving import deployment, details
 from tests.test_engine_shell import (
     SAFETY_SECONDS,
@@ -52,12 +55,14 @@ from tests.test_engine_shell import (
 from tests.test_inprocess import prompt_of
 from tests.tiny import tiny_llama
 from transport import engine_lives
+from transport.engine_hooks import EngineHooks
 from transport.engine_lives import LIVES_MAX, end_life, open_engine, run_engine
 from transport.engine_shell import EXIT_DONE, EXIT_REFUSED
 from transport.fleet_client import PreviousLife
 from transport.pb import fleet_pb2, fleet_pb2_grpc
 from transport.planes.segment import Bytes, Mapping, copy_bytes
 from transport.planes.shared_memory import PLANE_NAME, SharedMemoryPlane, create_segment
+from transport.process_ends import this_process
 
 pytestmark = pytest.mark.anyio
 LOST = refused(fleet_pb2.ATTACH_REFUSAL_LOST)
@@ -124,17 +129,34 @@ async def reaching(*answers: list[fleet_pb2.SchedulerItem]) -> AsyncIterator[tup
             await server.stop(0)
 
 
+class Remembering(EngineHooks):
+    """Sees whether the planes of earlier lives, and so all that they hold, are gone."""
+
+    def __init__(self) -> None:
+        self._planes: list[weakref.ref[DataPlane]] = []
+        self.gone: list[bool] = []
+
+    def plane(self, plane: DataPlane) -> DataPlane:
+        gc.collect()
+        self.gone = [known() is None for known in self._planes]
+        self._planes.append(weakref.ref(plane))
+        return plane
+
+
 async def lived(directory: Path, address: str, role: Role, **others: Any) -> tuple[int, int]:
     """The exit code of an engine's process, and how often it said that it was ready."""
     torch.set_num_threads(1)
     ready: list[bool] = []
+    hooks = Remembering()
     with anyio.fail_after(SAFETY_SECONDS):
         code = await run_engine(
             _settings(role, directory, address, **others),
             ready=lambda: ready.append(True),
             stop=anyio.Event(),
             progress=lambda _stage, _share: None,
+            hooks=hooks,
         )
+    assert all(hooks.gone), "nothing of an earlier life is kept"
     return code, len(ready)
 
 
@@ -261,6 +283,28 @@ async def test_a_pool_that_somebody_still_looks_at_has_no_successor(directory: P
             octets = shell.memory.pool.memory.octets
             assert await end_life(shell) is None
             assert octets.numel()
+
+
+def test_a_process_of_many_lives_is_watched_once(directory: Path) -> None:
+    """Whoever waits for its end holds one handle of it, and none for lives that owe nothing."""
+
+    def handles() -> int:
+        found = 0
+        for link in Path("/proc/self/fd").iterdir():
+            # The one by which the folder is read is gone by now.
+            with suppress(FileNotFoundError):
+                found += "pidfd" in str(link.readlink())
+        return found
+
+    loaded = _loaded(directory)
+    decode, before = Inprocess(loaded.model, loaded.tokenizer).decode, handles()
+    for incarnation in range(2, 12):
+        decode.process(Party(EngineId("p0"), incarnation, 0), this_process())
+    decode.process(Party(EngineId("p1"), 1, 0), this_process())
+    assert handles() == before + 2
+    # An earlier life that is told of late takes nobody's place.
+    decode.process(Party(EngineId("p0"), 1, 0), this_process())
+    assert Party(EngineId("p0"), 11, 0) in decode._writers
 
 
 # --- what the scheduler makes of it ---------------------------------------------------------------

@@ -86,8 +86,15 @@ class DecodeOwner(Owner[DecodeCore]):
     def process(self, party: Party, process: str) -> None:
         for known in tuple(self._writers):
             self._see_end(known)
+            earlier = known.engine == party.engine and known.incarnation < party.incarnation
+            if earlier and known in self._writers and not self._awaited(known):
+                # Its process has begun another life, and nothing waits for its end any more.
+                self._writers.pop(known).close()
         if process and party not in self._writers:
             self._writers[party] = Watched(process)
+
+    def _awaited(self, party: Party) -> bool:
+        return any(fenced == party for _, fenced in self._fencing)
 
     def _see_end(self, party: Party) -> None:
         """Tell the plane once that a writer's process is gone, which may be its only proof."""
