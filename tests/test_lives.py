@@ -56,7 +56,7 @@ from tests.test_inprocess import prompt_of
 from tests.tiny import tiny_llama
 from transport import engine_lives
 from transport.engine_hooks import EngineHooks
-from transport.engine_lives import LIVES_MAX, end_life, open_engine, run_engine
+from transport.engine_lives import end_life, open_engine, run_engine
 from transport.engine_shell import EXIT_DONE, EXIT_REFUSED
 from transport.fleet_client import PreviousLife
 from transport.pb import fleet_pb2, fleet_pb2_grpc
@@ -196,11 +196,14 @@ async def test_what_lands_in_the_old_pool_is_read_by_nobody(directory: Path) -> 
         assert mapping.close()
 
 
-async def test_a_process_that_is_given_up_again_and_again_ends(directory: Path) -> None:
+async def test_a_process_that_is_given_up_again_and_again_ends(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So many lives within a minute show that something is wrong with its place."""
-    async with reaching(*[[LOST]] * (LIVES_MAX + 2)) as (served, address):
+    monkeypatch.setattr(engine_lives, "LIVES_MAX", 2)
+    async with reaching(*[[LOST]] * 4) as (served, address):
         assert await lived(directory, address, Role.PREFILL) == (EXIT_REFUSED, 0)
-    assert served.streams == LIVES_MAX + 1
+    assert served.streams == 3
 
 
 @pytest.mark.parametrize(
