@@ -24,6 +24,7 @@ from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every t
 from tests.tiny import tiny_llama
 from transport import cli
 from transport.commands_config import settings_of
+from transport.commands_shared import FAILED
 from transport.pb.generation_pb2 import GenerateResponse
 
 pytestmark = pytest.mark.anyio
@@ -231,8 +232,8 @@ def test_exit_codes_without_a_scheduler(
     assert found == code, said.err
     if code > 1:
         assert said.out == ""
-        # A scheduler may have said before that it has no credentials.
-        assert "\ncustody: " in f"\n{said.err}"
+        # A part says it as the last line of its log.
+        assert "\ncustody: " in f"\n{said.err}" or f'{{"event": "{FAILED}"' in said.err
 
 
 async def test_exit_codes_with_a_scheduler(model: Path, run: Run) -> None:

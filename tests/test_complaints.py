@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from engine.store import Stored
+from tests import handmade
 from tests.test_cli import PROGRAM
 from transport import cli
-from transport.commands_shared import CRASHED, FAILED
+from transport.client import Refused
+from transport.commands_shared import CRASHED, FAILED, complain, say_table
+from transport.render import log_table
 from transport.settings import DEFAULT_MODEL
 
 CRASHING = """
@@ -120,3 +124,46 @@ def test_the_version_is_asked_for_by_a_flag_too(capsys: pytest.CaptureFixture[st
     line = capsys.readouterr().out
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == line
+
+
+@pytest.mark.parametrize(
+    ("tokens", "code", "said"),
+    [
+        (["replay", "nosuch"], 5, "nosuch: no such file or directory"),
+        (["bundle", "verify", "nosuch"], 5, "nosuch: no such file or directory"),
+        (["timeline", "nosuch"], 5, "nosuch: no such file or directory"),
+        (["status", "extra", "more"], 2, "there is no argument for 'extra' 'more'"),
+    ],
+)
+def test_a_complaint_is_prose(
+    tokens: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the system or a library says is told in the words of the rest, the name first."""
+    assert cli.run(tokens) == code
+    assert capsys.readouterr().err == f"custody: {said}\n"
+
+
+def test_whoever_reaches_nobody_is_told_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a scheduler the complaint names the verb that starts one, and the flag."""
+    assert cli.run(["status", "--scheduler", "127.0.0.1:1"]) == 3
+    said = capsys.readouterr().err
+    assert "custody serve" in said
+    assert "--scheduler" in said
+
+
+def test_numbers_of_a_refusal_stand_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    """They come without an order over the wire, and are told in the order of their names."""
+    numbers = {"waiting": "3", "limit": "2", "age": "1"}
+    error = Refused(code="C", reason="R", message="m", numbers=numbers)
+    assert complain(error, code=4, json=False) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-3:] == ["  age = 1", "  limit = 2", "  waiting = 3"]
+
+
+def test_a_table_in_a_pipe_has_no_spaces_at_the_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever reads it line by line finds text, not the width of a terminal."""
+    log = handmade.decoding(handmade.Log())
+    say_table(log_table([Stored(position, entry) for position, entry in log.entries]))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > len(log.entries)
+    assert [line for line in lines if line != line.rstrip()] == []

@@ -229,10 +229,13 @@ def check(path: Path, *, key: bytes | None = None) -> Checked:
 
 def _unpacked(path: Path) -> tuple[dict[str, bytes], list[str]]:
     """The files, and the names of those that cannot be unpacked and so count as empty."""
-    if path.stat().st_size > BYTES_MAX:
-        raise NoBundle(f"{path} has {path.stat().st_size} bytes, more than {BYTES_MAX}")
-    # In memory a damaged offset is a ValueError, and not one of the disk's errors.
-    packed = io.BytesIO(path.read_bytes())
+    try:
+        if (size := path.stat().st_size) > BYTES_MAX:
+            raise NoBundle(f"{path} has {size} bytes, more than {BYTES_MAX}")
+        # In memory a damaged offset is a ValueError, and not one of the disk's errors.
+        packed = io.BytesIO(path.read_bytes())
+    except OSError as error:
+        raise NoBundle(str(error)) from error
     try:
         with zipfile.ZipFile(packed) as archive:
             members = archive.infolist()

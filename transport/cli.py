@@ -222,7 +222,10 @@ def _exit_code(error: Exception) -> int | None:
 def _hint(error: Exception) -> str:
     """What to do about it, where the error itself cannot know."""
     from engine.model_config import ModelNotFound
+    from transport.client import Unreachable
 
+    if isinstance(error, Unreachable):
+        return "`custody serve` starts a scheduler; --scheduler names the address of another"
     if not isinstance(error, ModelNotFound):
         return ""
     where = "" if error.path.is_absolute() else f"looked for in {Path.cwd()}; "

@@ -101,7 +101,8 @@ def _siblings(status: GetStatusResponse, engine: str) -> tuple[int, str]:
     return 0, (
         f"no {name} engine takes requests now (0 of {len(of_role)}), "
         f"{counted(status.queued, 'request')} in the queue; what comes waits for one as long as the "
-        f"scheduler's --engine-wait-seconds, and is then refused as NO_ENGINE"
+        f"scheduler's --engine-wait-seconds, not at all once none is attached, and is then refused "
+        f"as NO_ENGINE"
     )
 
 

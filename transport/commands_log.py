@@ -26,12 +26,12 @@ from transport.commands_shared import (
     Switch,
     UsageError,
     connect,
-    console,
     is_standard,
     note,
     say,
     say_json,
     say_message,
+    say_table,
 )
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def show(
         for one in entries:
             say_json(jsonlines.entry_object(one))
     else:
-        console().print(render.log_table(entries))
+        say_table(render.log_table(entries))
     return EXIT_OK
 
 

@@ -12,7 +12,7 @@ import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, UnusedCliTokensError
 from structlog.contextvars import get_contextvars
 
 from transport.settings import LOOPBACK, SCHEDULER_PORT, CallSettings
@@ -20,7 +20,7 @@ from transport.spelling import spelt
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
-    from rich.console import Console
+    from rich.table import Table
 
     from transport.client import Client
 
@@ -110,7 +110,7 @@ def complain(error: Exception, *, code: int, json: bool, hint: str = "") -> int:
     hint: what to do about it.  A part of a deployment has bound its name to its log's lines; its
     complaint is one of them, and on a terminal it is prose as they are.
     """
-    message = str(error).strip()
+    message = _told(error)
     about: dict[str, Any] = {"exit_code": code, "message": message}
     if hint:
         about["hint"] = hint
@@ -124,9 +124,21 @@ def complain(error: Exception, *, code: int, json: bool, hint: str = "") -> int:
     note(f"custody: {message}")
     if hint:
         note(f"  {hint}")
-    for name, value in about.get("numbers", {}).items():
+    for name, value in sorted(about.get("numbers", {}).items()):
         note(f"  {name} = {value}")
     return code
+
+
+def _told(error: Exception) -> str:
+    """What an error says, with a file's name before what the system says of it."""
+    message = str(error).strip()
+    if isinstance(error, UnusedCliTokensError):
+        return f"there is no argument for {' '.join(map(repr, error.unused_tokens or ()))}"
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(cause, OSError) and cause.filename is not None and cause.strerror:
+        said = f"{cause.filename}: {cause.strerror[:1].lower()}{cause.strerror[1:]}"
+        message = message.replace(str(cause), said)
+    return message
 
 
 def part() -> str:
@@ -138,18 +150,12 @@ def _now() -> str:
     return datetime.now(tz=UTC).isoformat().replace("+00:00", "Z")
 
 
-def console() -> Console:
-    """A console on standard output: coloured on a terminal, wide and plain elsewhere."""
+def say_table(table: Table) -> None:
+    """Draw a table on standard output: coloured on a terminal, wide and plain elsewhere."""
     from rich.console import Console
 
-    class PipeConsole(Console):
-        """A console whose reader may go away; the library would end the process with 1."""
-
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
     terminal = sys.stdout.isatty()
-    return PipeConsole(
+    console = Console(
         highlight=False,
         no_color=True if "NO_COLOR" in os.environ or not terminal else None,
         width=None if terminal else PLAIN_COLUMNS,
@@ -158,3 +164,10 @@ def console() -> Console:
         markup=False,
         emoji=False,
     )
+    if terminal:
+        console.print(table)
+        return
+    with console.capture() as drawn:
+        console.print(table)
+    for line in drawn.get().splitlines():
+        say(line.rstrip())

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.store import Stored
 from transport import render
-from transport.commands_shared import console, say, say_json
+from transport.commands_shared import say, say_json, say_table
 from transport.jsonlines import entry_object
 
 
@@ -63,7 +63,7 @@ class Story:
     def log(self, entries: Sequence[Stored]) -> None:
         """The entries of a request."""
         if not self._json:
-            console().print(render.log_table(entries))
+            say_table(render.log_table(entries))
             return
         for one in entries:
             say_json({"event": "entry", "entry": entry_object(one)})
