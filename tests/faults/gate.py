@@ -142,6 +142,8 @@ class ErringPlane:
         self._at = 0
         self._how = ""
         self._spoiled: dict[Ticket, _Spoiled] = {}
+        self._behind: list[_Spoiled] | None = None
+        self._lock = threading.Lock()
         self._go = threading.Event()
         self._go.set()
         self._half = self._cut = False
@@ -205,27 +207,41 @@ class ErringPlane:
     def post(self, peer: Peer, writes: Sequence[Write], grant: GrantKey) -> Ticket:
         """Post, or hold and spoil the one that was asked for."""
         self._posts += 1
-        if not self._how or self._posts != self._at:
-            self._last = self._real.post(peer, writes, grant)
-            return self._last
-        how, self._how = self._how, ""
-        if how == "hold" and not self._relays:
-            self._half = True
-            return self._real.post(peer, writes, grant)
-        ticket = Ticket(serial=-self._posts, peer=peer, grant=grant, length=0)
-        spoiled = self._spoiled[ticket] = _Spoiled(peer, tuple(writes), grant)
-        act = self._stall if how == "hold" else self._spoil
-        threading.Thread(target=act, args=(spoiled, how), daemon=True).start()
-        return ticket
+        with self._lock:
+            due = bool(self._how) and self._posts == self._at
+            if not due and self._behind is None:
+                self._last = self._real.post(peer, writes, grant)
+                return self._last
+            how = self._how if due else "hold"
+            self._how = "" if due else self._how
+            if how == "hold" and not self._relays:
+                self._half = True
+                return self._real.post(peer, writes, grant)
+            ticket = Ticket(serial=-self._posts, peer=peer, grant=grant, length=0)
+            spoiled = self._spoiled[ticket] = _Spoiled(peer, tuple(writes), grant)
+            if how != "hold":
+                threading.Thread(target=self._spoil, args=(spoiled, how), daemon=True).start()
+            elif self._behind is None:
+                self._behind = [spoiled]
+                threading.Thread(target=self._stall, args=(self._last,), daemon=True).start()
+            else:
+                self._behind.append(spoiled)
+            return ticket
 
-    def _stall(self, spoiled: _Spoiled, _how: str) -> None:
-        """Send it into a network that stands still, once what was sent before has been answered."""
+    def _stall(self, before: Ticket | None) -> None:
+        """Send into a network that stands still, once what was sent before has been answered.
+
+        What was posted meanwhile goes the same way: nothing overtakes.
+        """
         pace = threading.Event()
-        while self._last is not None and self._real.poll(self._last) is Answer.IN_FLIGHT:
+        while before is not None and self._real.poll(before) is Answer.IN_FLIGHT:
             pace.wait(0.005)
         for relay in self._relays.values():
             relay.stall()
-        self._land(spoiled)
+        with self._lock:
+            behind, self._behind = self._behind or [], None
+            for spoiled in behind:
+                self._land(spoiled)
         self._tell({"reached": "post:hold"})
 
     def _spoil(self, spoiled: _Spoiled, how: str) -> None:
