@@ -29,6 +29,7 @@ from transport.replaying import taken, wanted
 from transport.seek_build import Built, NotIndexed, build
 from transport.seek_index import NAME, UnusableIndex
 from transport.seeking import Begun, begun, of_request
+from transport.seeking import indexed as indexed_log
 from transport.stores import frames, sealed, segment_files
 
 CAPTURED = FOLDER / "schema-1" / "segments"
@@ -266,6 +267,19 @@ def test_damage_behind_the_snapshot_is_found(captured: Path) -> None:
             pass
         assert here.capture.problems
     assert cli.run(["replay", str(captured), "--from", "51"]) == 5
+
+
+def test_the_batch_with_which_the_snapshot_ends_must_be_there(captured: Path) -> None:
+    """Where its bytes were changed the snapshot stands for nothing, and everything is read."""
+    with ExitStack() as stack:
+        place = indexed_log(captured, captured / NAME, stack).index.place_before(60)
+    assert place is not None
+    path = captured / f"{place.segment}.segment"
+    data = bytearray(path.read_bytes())
+    data[place.stop - 2] ^= 1
+    path.write_bytes(data)
+    assert "check sum" in refusal(captured)
+    assert cli.run(["replay", str(captured), "--at", "60"]) == 5
 
 
 def test_a_damaged_log_gets_no_index(captured: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from enum import Enum
 from pathlib import Path
 
 import attrs
@@ -22,6 +21,7 @@ import attrs
 from engine.store import StoreDamaged
 from lifecycle.wording import counted
 from transport import codec
+from transport.chain_problems import Problem, Wrong
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import sealed, segment_files
 from transport.stores.contents import FileBytes, SealedBytes
@@ -39,44 +39,7 @@ from transport.stores.frames import (
     walk,
 )
 
-
-class Wrong(Enum):
-    """What was done to a log, as far as it can be told."""
-
-    DAMAGED = "damaged"
-    """Bytes do not match their check sum."""
-    TORN = "torn"
-    """The end was cut in the middle of a batch, as an interrupted write leaves it."""
-    MISSING = "missing"
-    """Positions are not there."""
-    REPEATED = "repeated"
-    """A batch is there a second time."""
-    OUT_OF_ORDER = "out_of_order"
-    """A batch stands before one that it was written after."""
-    FOREIGN = "foreign"
-    """A batch whose predecessor is in no place of this log: it belongs to another one."""
-    CHANGED = "changed"
-    """A batch that its successor knows by another hash."""
-    CLOCK = "clock"
-    """Times go backwards."""
-    MISNAMED = "misnamed"
-    """A file is called otherwise than its header says."""
-    ENDS_SEALED = "ends_sealed"
-    """The last segment is sealed, so at least one followed it."""
-    OTHER_HEAD = "other_head"
-    """The chain ends with another hash than was expected."""
-
-
-@attrs.frozen
-class Problem:
-    """Something wrong, located: segment, offset in the plain segment, and the batch's positions."""
-
-    wrong: Wrong
-    segment: str
-    offset: int
-    first_position: int
-    last_position: int
-    message: str
+__all__ = ["Batch", "Place", "Problem", "Survey", "Wrong"]
 
 
 @attrs.frozen
@@ -147,6 +110,9 @@ class Survey:
         self.batch_count = 0
         self.entries = 0
         self.size_bytes = 0
+        self.wanted: frozenset[int] = frozenset()
+        """Last positions of batches whose hashes are to be remembered, in `heads`."""
+        self.heads: dict[int, bytes] = {}
         self._after = after
         self._time_ns = 0 if after is None else after.time_ns
         self._first: _Link | None = None
@@ -163,6 +129,13 @@ class Survey:
     def head(self) -> bytes:
         """The hash of the last batch; zeros of an empty log."""
         return self._latest.digest if self._latest is not None else CHAIN_START
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The first and the last position that was seen; zeros of an empty log."""
+        if self._first is None or self._latest is None:
+            return 0, 0
+        return self._first.first, self._latest.last
 
     @property
     def place(self) -> Place | None:
@@ -278,6 +251,8 @@ class Survey:
         self._first = self._first or link
         self._latest = link
         self.batch_count += 1
+        if link.last in self.wanted:
+            self.heads[link.last] = link.digest
         try:
             entries = codec.batch_from_bytes(frame.payload)
         except codec.MalformedRecord as error:
@@ -321,6 +296,10 @@ class Survey:
 
     def _at(self, wrong: Wrong, link: _Link, message: str) -> None:
         self._found(wrong, link.segment, link.offset, link.first, link.last, message)
+
+    def refuse_signature(self, file: str, position: int, message: str) -> None:
+        """A signature file that does not hold for what was seen."""
+        self._found(Wrong.SIGNATURE, file, 0, 0, position, message)
 
     # --- The chain, once everything was seen --------------------------------------------------
 
