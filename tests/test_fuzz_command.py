@@ -13,7 +13,7 @@ import pytest
 
 from engine.scenarios import ONE, SCENARIOS, of_seed
 from engine.trace import TraceFile, dumps
-from transport import cli, fuzz_mutants
+from transport import cli, commands_fuzz, fuzz_mutants
 from transport.fuzz_files import needless, read_trace
 from transport.fuzz_mutants import quantile
 
@@ -289,3 +289,16 @@ def test_the_small_worlds_are_exhausted(capsys: pytest.CaptureFixture[str]) -> N
     worlds = output(capsys)["worlds"]
     assert all(world["complete"] and not world["found"] for world in worlds)
     assert len(list(ET.parse("r.xml").getroot().iter("testcase"))) == len(worlds)  # noqa: S314 - our own
+
+
+def test_an_interrupted_search_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ends a search without a verdict, but not without its last numbers and its seed."""
+
+    def interrupted() -> None:
+        with commands_fuzz._live("begins") as live:
+            live("40 runs, seed 7")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert capsys.readouterr().err == "custody: interrupted: 40 runs, seed 7\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -135,14 +135,30 @@ def _check(
 
 @contextmanager
 def _live(sentence: str) -> Iterator[Any]:
-    """A line on standard error that is kept up to date, if a person looks at it."""
-    if not sys.stderr.isatty():
-        yield lambda _text: None
-        return
-    from rich.console import Console
+    """A line on standard error that is kept up to date, if a person looks at it.
 
-    with Console(stderr=True).status(sentence) as status:
-        yield status.update
+    Ctrl-C leaves the last one there for everybody: how far it came, and from which seed.
+    """
+    shown: Callable[[str], None] | None = None
+
+    def update(text: str) -> None:
+        nonlocal sentence
+        sentence = text
+        if shown is not None:
+            shown(text)
+
+    try:
+        if not sys.stderr.isatty():
+            yield update
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status(sentence) as status:
+            shown = status.update
+            yield update
+    except KeyboardInterrupt:
+        note(f"custody: interrupted: {sentence}")
+        raise
 
 
 # --- random -----------------------------------------------------------------------------------
