@@ -272,7 +272,7 @@ def test_damage_behind_the_snapshot_is_found(captured: Path) -> None:
 def test_the_batch_with_which_the_snapshot_ends_must_be_there(captured: Path) -> None:
     """Where its bytes were changed the snapshot stands for nothing, and everything is read."""
     with ExitStack() as stack:
-        place = indexed_log(captured, captured / NAME, stack).index.place_before(60)
+        place = indexed_log(captured, captured / NAME, stack).index.place_before(61)
     assert place is not None
     path = captured / f"{place.segment}.segment"
     data = bytearray(path.read_bytes())
