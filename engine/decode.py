@@ -148,8 +148,6 @@ class DecodeCore(EngineCore[DecodeJob]):
         self.running = frozenset([job.request for job in ready])
         return Step(self.steps_started, tuple([self._slice(job) for job in ready]))
 
-    # Every token of every request goes through the methods from here to `_slice`.
-
     def _runnable(self, job: DecodeJob) -> bool:
         state = self.log.state(job.request)
         return self._decodes(job, state) and self._position(job) < self._seat(job, state).room
@@ -157,12 +155,8 @@ class DecodeCore(EngineCore[DecodeJob]):
     @staticmethod
     def _decodes(job: DecodeJob, state: RequestState) -> bool:
         """Whether this attempt gives tokens and is to give more."""
-        return (
-            state.phase is Phase.DECODING
-            and state.attempt == job.attempt
-            and not job.failed
-            and job.finished is None
-        )
+        running = state.phase is Phase.DECODING and state.attempt == job.attempt
+        return running and not job.failed and job.finished is None
 
     def _position(self, job: DecodeJob) -> int:
         return len(job.payload.tokens) - 1 + job.given
@@ -183,7 +177,8 @@ class DecodeCore(EngineCore[DecodeJob]):
         return seat
 
     def _slice(self, job: DecodeJob) -> DecodeSlice:
-        seat = self._seat(job, self.log.requests[job.request])
+        seat = job.seat
+        assert seat is not None, "what may run has been seated for that"
         return DecodeSlice(
             job.request, job.attempt, self._position(job), job.given, seat.pages, seat.tags
         )

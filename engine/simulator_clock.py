@@ -8,9 +8,9 @@ What was asked for first comes first among equals, so a run depends on nothing b
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Clock:
         """Make this call at that time, or next where it has passed."""
         self._asked += 1
         due_ns = max(time_ns, self.now_ns)
-        heapq.heappush(self._due, (due_ns, self._asked, call))
+        heappush(self._due, (due_ns, self._asked, call))
 
     def after(self, delay_ns: int, call: Callable[[], None]) -> None:
         """Make this call so many nanoseconds from now."""
@@ -39,7 +39,7 @@ class Clock:
         """Move to the next call and make it; False when none waits."""
         if not self._due:
             return False
-        self.now_ns, _, call = heapq.heappop(self._due)
+        self.now_ns, _, call = heappop(self._due)
         self.called += 1
         call()
         return True

@@ -175,8 +175,11 @@ class Leg:
 
     def has(self, party: Party) -> bool:
         """Whether that is a rank of this leg."""
-        named = (party.engine, party.incarnation) == (self.engine, self.incarnation)
-        return named and party.rank < self.ranks
+        return (
+            party.engine == self.engine
+            and party.incarnation == self.incarnation
+            and party.rank < self.ranks
+        )
 
 
 @attrs.frozen

@@ -70,7 +70,7 @@ class FleetState:
 
     def alive(self) -> tuple[Life, ...]:
         """Every life that is not lost, in the order of their joining."""
-        return tuple(life for _, life in self.lives if life.lost is None)
+        return tuple([life for _, life in self.lives if life.lost is None])
 
 
 def _check(state: FleetState, entry: Entry, event: FleetEvent) -> tuple[str, str] | None:

@@ -8,6 +8,8 @@ Pages are kept as bit masks (page p is bit p), so that overlap and count are one
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import attrs
 
 from lifecycle.ids import PageRange, Party, RequestId, count_pages, mask_of
@@ -28,9 +30,9 @@ class Account:
     booked: tuple[tuple[RequestId, int], ...] = ()
     serial: int = 0
 
-    @property
+    @cached_property
     def held_pages(self) -> int:
-        """Pages that grants hold."""
+        """Pages that grants hold; counted once, since every admission asks every engine."""
         return self.held.bit_count()
 
     @property
