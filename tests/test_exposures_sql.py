@@ -13,7 +13,9 @@ import pytest
 from examples.incident.__main__ import FIRST, SECOND
 from examples.incident.simulation import Setup, simulate
 from lifecycle.forensics_exposures import Inquiry
+from lifecycle.ids import FLEET
 from tests.captures import FOLDER
+from tests.handmade import ONE, TWO
 from tests.odd_logs import odd_log
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_exposures import first_answered, short_handoff, snapshot_of
@@ -148,14 +150,22 @@ def test_the_tables_stand_alone(tmp_path: Path) -> None:
     table = converted(log, tmp_path / "x.parquet")
     with duckdb.connect() as connection:
         connection.execute(f"SET VARIABLE log = '{table}'")
-        connection.execute("SET VARIABLE fleet = '00000000-000000000000'")
-        connection.execute("SET VARIABLE unlocated = false")
-        connection.execute("CREATE TABLE gaps (gap_first BIGINT, gap_last BIGINT)")
         connection.execute(script())
-        query = (
-            "SELECT count(DISTINCT r) FROM ownership JOIN pools USING (pool) WHERE engine = 'd0'"
-        )
-        assert connection.execute(query).fetchall() == [(2,)]
+        query = "SELECT DISTINCT request FROM holders WHERE engine = 'd0' AND first_page <= 1"
+        assert sorted(connection.execute(query).fetchall()) == [(ONE,), (TWO,)]
+        left = "SELECT DISTINCT request FROM entries JOIN open_questions USING (r)"
+        assert connection.execute(left).fetchall() == [(TWO,)]
+
+
+def test_the_script_knows_the_fleet() -> None:
+    """Its name stands there as it is minted."""
+    assert f"request = '{FLEET}' AS of_fleet" in script()
+
+
+def test_the_verb_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever wants to ask on can have it."""
+    assert cli.run(["log", "schema", "--sql"]) == 0
+    assert capsys.readouterr().out == script()
 
 
 # --- The verb ---------------------------------------------------------------------------------
@@ -175,6 +185,24 @@ def test_the_verb_says_the_same_of_both_forms(
             said.append(capsys.readouterr().out)
         assert said[0] == said[1]
     assert json.loads(said[0])["affected"] == {"least": 1, "most": 1}
+
+
+def test_a_name_is_no_pattern(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file whose name DuckDB would take for a pattern, or for the end of a string, is that file."""
+    log = write_log(tmp_path / "x.jsonl", short_handoff(first_answered()).entries)
+    table = converted(log, tmp_path / "a[1]'*?.parquet")
+    assert cli.run(["exposures", str(table)]) == 1
+    assert cli.run(["replay", str(table)]) == 1
+    assert "affected answers: 1" in capsys.readouterr().out
+
+
+def test_too_little_memory_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the database cannot do within its limit is a sentence: exit code 5."""
+    log = write_log(tmp_path / "x.jsonl", short_handoff(first_answered()).entries)
+    table = converted(log, tmp_path / "x.parquet")
+    flags = ["--memory-limit", "1MB", "--temporary", "/dev/null/none"]
+    assert cli.run(["exposures", str(table), *flags]) == 5
+    assert "memory" in capsys.readouterr().err.lower()
 
 
 def test_means_are_for_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import attrs
+import duckdb
 import pytest
 
 from engine.store import Stored
@@ -18,7 +20,9 @@ from tests.handmade import ONE
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_exposures import first_answered
 from transport import cli
+from transport.forensics_read import open_capture
 from transport.jsonlines import entry_object
+from transport.parquet import write_parquet
 from transport.stores import segment_files
 from transport.stores.segments import SegmentStore
 
@@ -169,6 +173,79 @@ def only_fleet(folder: Path) -> Path:
     return write_log(folder / "x", log.entries)
 
 
+def as_table(folder: Path, entries: Entries) -> Path:
+    """The entries as Parquet."""
+    with ExitStack() as stack:
+        write_parquet(open_capture(write_log(folder / "lines", entries), stack), folder / "x")
+    return folder / "x"
+
+
+def empty_table(folder: Path) -> Path:
+    """A Parquet file that begins, and nothing more."""
+    path = folder / "x"
+    path.write_bytes(b"PAR1")
+    return path
+
+
+def cut_table(folder: Path) -> Path:
+    path = as_table(folder, whole())
+    path.write_bytes(path.read_bytes()[:-40])
+    return path
+
+
+def flipped_table(folder: Path) -> Path:
+    """A bit of the footer's length, behind which everything is said to be."""
+    path = as_table(folder, whole())
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 0x40
+    path.write_bytes(data)
+    return path
+
+
+def other_table(folder: Path) -> Path:
+    """Somebody else's Parquet."""
+    duckdb.execute(f"COPY (SELECT 1 AS position) TO '{folder / 'x'}' (FORMAT parquet)")
+    return folder / "x"
+
+
+def without_columns(folder: Path) -> Path:
+    """Our metadata over another table."""
+    duckdb.execute(f"COPY (SELECT 1 AS position) TO '{folder / 'x'}' {METADATA.format(version=1)}")
+    return folder / "x"
+
+
+def newer_table(folder: Path) -> Path:
+    """A version of which this one knows nothing."""
+    source = as_table(folder, whole()).rename(folder / "source")
+    rows = f"SELECT * FROM read_parquet('{source}')"
+    duckdb.execute(f"COPY ({rows}) TO '{folder / 'x'}' {METADATA.format(version=2)}")
+    return folder / "x"
+
+
+def without_account(folder: Path) -> Path:
+    """Nobody says what is missing."""
+    source = as_table(folder, whole()).rename(folder / "source")
+    rows = f"SELECT * FROM read_parquet('{source}') WHERE record <> 'account'"
+    duckdb.execute(f"COPY ({rows}) TO '{folder / 'x'}' {METADATA.format(version=1)}")
+    return folder / "x"
+
+
+def table_with_a_gap(folder: Path) -> Path:
+    return as_table(folder, [*whole()[:6], *whole()[7:]])
+
+
+def newer_event_in_a_table(folder: Path) -> Path:
+    path = newer_event(folder).rename(folder / "lines")
+    with ExitStack() as stack:
+        write_parquet(open_capture(path, stack), folder / "x")
+    return folder / "x"
+
+
+METADATA = (
+    "(FORMAT parquet, KV_METADATA {{format: 'custody.log', version: '{version}', "
+    "source: 'custody', \"foreign\": 'false'}})"
+)
+
 # What is done to a log, and the exit code of each verb in this order.
 VERBS = ("replay", "exposures", "explain", "verify", "timeline", "slice", "bundle", "diff")
 TABLE: dict[Maker, tuple[int, ...]] = {
@@ -190,9 +267,21 @@ TABLE: dict[Maker, tuple[int, ...]] = {
     deep: (5, 5, 5, 5, 5, 5, 5, 5),
     longest_names: (0, 0, 1, 0, 0, 0, 0, 1),
     only_fleet: (0, 0, 1, 0, 0, 0, 0, 1),
+    empty_table: (5, 5, 5, 5, 5, 5, 5, 5),
+    cut_table: (5, 5, 5, 5, 5, 5, 5, 5),
+    flipped_table: (5, 5, 5, 5, 5, 5, 5, 5),
+    other_table: (5, 5, 5, 5, 5, 5, 5, 5),
+    without_columns: (5, 5, 5, 5, 5, 5, 5, 5),
+    newer_table: (5, 5, 5, 5, 5, 5, 5, 5),
+    without_account: (5, 5, 5, 5, 5, 5, 5, 5),
+    table_with_a_gap: (5, 1, 5, 5, 5, 5, 5, 1),
+    newer_event_in_a_table: (5, 1, 5, 5, 5, 5, 5, 1),
 }
 """Each bad log, and the exit code of each verb."""
-SILENT = {empty, empty_folder, no_log, absent}
+SILENT = {
+    *(empty, empty_folder, no_log, absent),
+    *(empty_table, cut_table, flipped_table, other_table, without_columns, newer_table),
+}
 """Nothing can be said of these."""
 
 

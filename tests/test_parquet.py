@@ -24,8 +24,9 @@ from tests.test_exposures import first_answered
 from tests.test_forensics_bad_input import TABLE, Maker
 from tests.test_replay import MUTATED
 from tests.test_retention import eventful
-from transport import cli
+from transport import cli, codec
 from transport import parquet_schema as schema
+from transport.convert import import_entries
 from transport.forensics_read import Capture, open_capture
 from transport.json_values import EVENTS_BY_NAME
 from transport.jsonlines import UnreadableLog, entry_object, read_log
@@ -126,6 +127,21 @@ def test_every_unknown_record_is_kept(tmp_path: Path) -> None:
     query = f"SELECT document FROM '{tmp_path / 'x.parquet'}' WHERE record = 'unknown'"
     kept = [json.loads(document) for (document,) in duckdb.execute(query).fetchall()]
     assert [one["more"] for one in kept] == [one["more"] for one in unknown]
+
+
+def test_an_event_of_a_later_version_goes_through(tmp_path: Path) -> None:
+    """Segments to Parquet to segments: a record that this version cannot read is the same bytes."""
+    first = [entry for _, entry in first_answered().entries[:3]]
+    later = codec.encode_entry(attrs.evolve(first[0], sequence=first[-1].sequence + 1))
+    later.event.Clear()
+    later.event.MergeFromString(b"\x9a\x06\x00")
+    batch: list[Any] = [*enumerate(first, start=1), (4, later), (5, first[1])]
+    import_entries(batch, tmp_path / "log")
+    assert same(tmp_path / "log", tmp_path / "x.parquet")
+    flags = [str(tmp_path / "x.parquet"), "--output", str(tmp_path / "again")]
+    assert cli.run(["log", "import", *flags]) == 5
+    for path in (tmp_path / "log").iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_snapshot_comes_along(tmp_path: Path) -> None:

@@ -257,9 +257,24 @@ class Measured:
         }
 
 
-def measure(*, entries: int) -> dict[str, Any]:
-    """Make a log of so many entries in a temporary folder, judge it, and say how long that took."""
-    with tempfile.TemporaryDirectory() as scratch:
+@attrs.frozen
+class Wanted:
+    """What is measured: a log of so many entries, and what of Parquet.
+
+    `rows` are those of a longer table, made of the log again and again; 0 for none.
+    """
+
+    entries: int
+    parquet: bool = False
+    rows: int = 0
+    memory_limit: str | None = None
+    temporary: Path | None = None
+
+
+def measure(wanted: Wanted) -> dict[str, Any]:
+    """Make a log in a temporary folder, judge it, and say how long that took."""
+    entries = wanted.entries
+    with tempfile.TemporaryDirectory(dir=wanted.temporary) as scratch:
         traffic = Traffic()
         folder = Path(scratch) / "log"
         path, count = write_log(folder, traffic, entries)
@@ -275,6 +290,7 @@ def measure(*, entries: int) -> dict[str, Any]:
                 ("exposures", _timed(folder, _exposures)),
             )
         ]
+        table = _tables(wanted, Path(scratch), count) if wanted.parquet or wanted.rows else {}
     return {
         "entries": count,
         "page_events": traffic.page_events,
@@ -282,7 +298,25 @@ def measure(*, entries: int) -> dict[str, Any]:
         "bytes_per_entry_sealed": round(len(packed) / count, 1),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "measured": [one.document() for one in runs],
+        **table,
     }
+
+
+def _tables(wanted: Wanted, scratch: Path, count: int) -> dict[str, Any]:
+    """The same log as Parquet, and a longer one if that is wanted."""
+    # Only here: without the extra everything else is measured all the same.
+    from transport import bench_parquet
+    from transport.parquet import Means
+
+    means = Means(wanted.memory_limit, scratch / "more")
+    table, long = scratch / "log.parquet", scratch / "long.parquet"
+    runs = list(bench_parquet.measured(scratch / "log", table, count, means))
+    found: dict[str, Any] = {"bytes_per_entry_parquet": round(table.stat().st_size / count, 1)}
+    if wanted.rows > count:
+        rows = bench_parquet.repeated(table, long, wanted.rows, means)
+        found["bytes_per_entry_long"] = round(long.stat().st_size / rows, 1)
+        runs.append(bench_parquet.asked(long, rows, means))
+    return found | {"parquet": [one.document() for one in runs]}
 
 
 def _timed(folder: Path, judge: Callable[[Capture], None]) -> float:

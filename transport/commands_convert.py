@@ -7,7 +7,7 @@ Must not know: the forms.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,18 +28,22 @@ from transport.commands_shared import (
 )
 
 if TYPE_CHECKING:
+    from transport.convert import Recorded
     from transport.forensics_read import Capture
+    from transport.jsonlines import UnknownRecord
     from transport.settings import CallSettings
 
 __all__ = ["export_parquet", "import_log", "log_app", "schema"]
 
 
 @log_app.command
-def schema(*, json: Switch = False) -> int:  # noqa: ARG001 - accepted everywhere; a schema is JSON
-    """Print the JSON Schema of a line of JSON Lines.
+def schema(*, sql: Switch = False, json: Switch = False) -> int:  # noqa: ARG001 - accepted everywhere; a schema is JSON
+    """Print the JSON Schema of a line of JSON Lines, or the views in SQL over a log as Parquet.
 
     Parameters
     ----------
+    sql
+        Print the script that `exposures` runs in DuckDB, which needs the variable `log` alone.
     json
         Accepted everywhere; a schema is JSON in any case.
     """
@@ -47,6 +51,12 @@ def schema(*, json: Switch = False) -> int:  # noqa: ARG001 - accepted everywher
 
     from transport.json_schema import line_schema
 
+    if sql:
+        from transport.exposures_sql import script
+
+        for line in script().splitlines():
+            say(line)
+        return EXIT_OK
     for line in json_module.dumps(line_schema(), indent=1).splitlines():
         say(line)
     return EXIT_OK
@@ -66,13 +76,15 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
         Print one JSON document.
     """
     from transport.convert import import_entries
+    from transport.progress import Counting
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output}: is there already, and is no empty folder")
     with opened(file) as capture:
         if capture.foreign:
             raise UsageError(f"{file} is a foreign log; segments would pass it off as our own")
-        count, head = import_entries(capture, output)
+        with Counting(shown=not json) as counting:
+            count, head = import_entries(_recorded(capture, counting), output)
         if json:
             written = {
                 "output": str(output),
@@ -84,8 +96,40 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
         else:
             say(f"{counted(count, 'entry')} written to {output}; the chain ends with {head.hex()}")
             for one in capture.unknown:
-                say(f"left out: line {one.line}: {one.reason}")
+                what = f"line {one.line}" if one.line else f"position {one.position}, kept as it is"
+                say(f"not understood: {what}: {one.reason}")
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+def _recorded(capture: Capture, told: Callable[[int], None]) -> Iterator[tuple[int, Recorded]]:
+    """Every entry, and every record of a later version whose bytes are known, in their order."""
+    from transport.parquet import TOLD_ENTRIES
+
+    passed_over: list[UnknownRecord] = []
+    capture.passing_over = passed_over.append
+    for count, (position, entry) in enumerate(capture, start=1):
+        yield from _verbatim(passed_over)
+        yield position, entry
+        if count % TOLD_ENTRIES == 0:
+            told(count)
+    yield from _verbatim(passed_over)
+
+
+def _verbatim(passed_over: list[UnknownRecord]) -> Iterator[tuple[int, Recorded]]:
+    """The records of which somebody kept the bytes, in place of what they say."""
+    from google.protobuf.message import DecodeError
+
+    from transport.pb import lifecycle_pb2 as pb
+
+    while passed_over:
+        one = passed_over.pop(0)
+        kept = one.record.get("bytes")
+        if one.line or one.position is None or not isinstance(kept, str):
+            continue
+        try:
+            yield one.position, pb.Entry.FromString(bytes.fromhex(kept))
+        except (ValueError, DecodeError):
+            continue
 
 
 def export_parquet(

@@ -252,21 +252,40 @@ def verify(
 
 
 @bench_app.command(name="forensics")
-def bench_forensics(*, entries: int = 100_000, json: Json = False) -> int:
+def bench_forensics(
+    *,
+    entries: int = 100_000,
+    parquet: Switch = False,
+    rows: int = 0,
+    memory_limit: str | None = None,
+    temporary: Path | None = None,
+    json: Json = False,
+) -> int:
     """Measure how fast a log is read, replayed under every rule, and asked who was exposed.
 
     Parameters
     ----------
     entries
         Entries of the synthetic log; a page event is one page named by one entry.
+    parquet
+        Measure the same log as Parquet too, which needs the extra `parquet`.
+    rows
+        Ask a longer table as well, which is made of the log again and again; a thousand
+        entries take about six kilobytes of disk.
+    memory_limit
+        Memory that the database may use, such as 4GB.
+    temporary
+        Folder for the log, its tables and what does not fit into memory.
     json
         Print one JSON document.
     """
-    from transport.bench_forensics import measure
+    from transport.bench_forensics import Wanted, measure
 
     if entries < 1:
         raise UsageError(f"--entries {entries}: at least one is needed")
-    document = measure(entries=entries)
+    if rows < 0:
+        raise UsageError(f"--rows {rows}: must not be negative")
+    document = measure(Wanted(entries, parquet, rows, memory_limit, temporary))
     if json:
         say_json(document)
         return EXIT_OK
@@ -279,6 +298,13 @@ def bench_forensics(*, entries: int = 100_000, json: Json = False) -> int:
         say(
             f"{one['name']}: {one['entries_per_second']} entries/s, "
             f"{one['page_events_per_second']} page events/s, {one['cpu_seconds']} s of one core"
+        )
+    if "parquet" in document:
+        say(f"as Parquet an entry takes {counted(document['bytes_per_entry_parquet'], 'byte')}")
+    for one in document.get("parquet", ()):
+        say(
+            f"{one['name']}: {counted(one['entries'], 'entry')} in {one['wall_seconds']} s, "
+            f"{one['cpu_seconds']} s of all cores"
         )
     say(f"peak memory {document['peak_memory_bytes'] / 2**20:.0f} MiB")
     return EXIT_OK

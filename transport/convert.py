@@ -11,7 +11,11 @@ from pathlib import Path
 
 from lifecycle.events import Entry
 from transport import codec
+from transport.pb import lifecycle_pb2 as pb
 from transport.stores import frames, segment_files
+
+Recorded = Entry | pb.Entry
+"""An entry, or the record of one that a later version wrote, which is passed on as it is."""
 
 BATCH_ENTRIES = 512
 SEGMENT_BYTES = 64 << 20
@@ -38,16 +42,16 @@ class Segments:
         self.head = frames.CHAIN_START
         self.position = 1
         self._first = 1
-        self._batch: list[Entry] = []
+        self._batch: list[pb.Entry] = []
         self._parts: list[bytes] = []
         self._size = 0
 
-    def add(self, position: int, entry: Entry) -> None:
+    def add(self, position: int, entry: Recorded) -> None:
         """The next entry.  Raises `GapInLog`."""
         expected = self.position + len(self._batch)
         if position != expected:
             raise GapInLog(position, expected)
-        self._batch.append(entry)
+        self._batch.append(entry if isinstance(entry, pb.Entry) else codec.encode_entry(entry))
         if len(self._batch) == BATCH_ENTRIES:
             self._frame()
 
@@ -66,7 +70,7 @@ class Segments:
             first_position=self.position,
             count=len(self._batch),
             previous=self.head,
-            payload=codec.batch_to_bytes(self._batch),
+            payload=pb.EntryBatch(entries=self._batch).SerializeToString(deterministic=True),
         )
         self.head = frames.chain(frame)
         self.position += len(self._batch)
@@ -84,7 +88,7 @@ class Segments:
             self._size = 0
 
 
-def import_entries(entries: Iterable[tuple[int, Entry]], folder: Path) -> tuple[int, bytes]:
+def import_entries(entries: Iterable[tuple[int, Recorded]], folder: Path) -> tuple[int, bytes]:
     """How many were written, and the hash with which the chain ends.  Raises `GapInLog`."""
     segments = Segments(folder)
     for position, entry in entries:

@@ -26,6 +26,7 @@ from lifecycle.forensics_sums import (
 )
 from lifecycle.forensics_values import Exposures, Missing, Others, Symptom
 from lifecycle.ids import FLEET, RequestId
+from transport.jsonlines import UnreadableLog
 from transport.parquet import quoted
 from transport.parquet_read import ParquetCapture
 from transport.replaying import found_in, inquired
@@ -50,7 +51,7 @@ class Answered:
 
 
 def script() -> str:
-    """The views and tables, which need the variables `log`, `fleet`, `unlocated` and the gaps."""
+    """The views and tables, over the file that the variable `log` names."""
     return (files("transport") / "assets" / "exposures.sql").read_text(encoding="utf-8")
 
 
@@ -65,6 +66,9 @@ def exposures_of(capture: ParquetCapture, *, share_most: float = SHARE_MOST) -> 
     except (duckdb.ConversionException, duckdb.OutOfRangeException):
         # Another system's numbers may be larger than a database adds up; the pass takes any.
         pass
+    except duckdb.Error as error:
+        reason = f"{error}; --memory-limit and --temporary say what it may use"
+        raise UnreadableLog(0, f"{capture.path}: DuckDB gives no answer: {reason}") from error
     # From the beginning again: a survey may have ended halfway.
     capture.begin_again()
     inquiry = Inquiry(from_the_beginning=capture.claims_whole)
@@ -99,8 +103,7 @@ class _Question:
             gap.last is None for gap in self.gaps
         )
         run = self.connection.execute
-        run(f"SET VARIABLE log = {quoted(str(self.capture.path))}")
-        run(f"SET VARIABLE fleet = {quoted(FLEET)}")
+        run(f"SET VARIABLE log = {quoted(self.capture.name)}")
         run(f"SET VARIABLE unlocated = {unlocated}")
         run("CREATE OR REPLACE TEMP TABLE gaps (gap_first BIGINT, gap_last BIGINT)")
         located = [gap for gap in self.gaps if gap.last is not None]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -70,11 +71,13 @@ def connect(means: Means = MEANS) -> duckdb.DuckDBPyConnection:
     # Nothing is fetched from anywhere, and nobody watches a bar that is not ours.
     connection.execute("SET autoinstall_known_extensions = false")
     connection.execute("SET enable_progress_bar = false")
+    # DuckDB makes this folder when it needs it, and takes it away again; its own choice would be one
+    # in the folder where the verb was started.
+    temporary = means.temporary or Path(tempfile.gettempdir()) / f"custody-{os.getpid()}"
     try:
+        connection.execute(f"SET temp_directory = {quoted(str(temporary))}")
         if means.memory_limit is not None:
             connection.execute(f"SET memory_limit = {quoted(means.memory_limit)}")
-        if means.temporary is not None:
-            connection.execute(f"SET temp_directory = {quoted(str(means.temporary))}")
     except duckdb.Error as error:
         raise UnusableMeans(str(error)) from error
     return connection
@@ -151,19 +154,24 @@ def _not_written(path: Path, failed: list[Exception]) -> NotWritten:
 
 def _copy_statement(capture: Capture, source: int, path: Path) -> str:
     columns = ", ".join(f"{quoted(n)}: {quoted(kind)}" for n, kind in schema.columns().items())
+    options = copy_options(source=capture.source, foreign=capture.foreign)
+    return (
+        f"COPY (SELECT * FROM read_json('/dev/fd/{source}', format = 'newline_delimited', "
+        f"columns = {{{columns}}})) TO {quoted(str(path))} {options}"
+    )
+
+
+def copy_options(*, source: str, foreign: bool) -> str:
+    """How a table of this format is packed, and its metadata, in SQL."""
     metadata = {
         "format": schema.FORMAT,
         "version": str(schema.VERSION),
-        "source": capture.source,
-        "foreign": str(capture.foreign).lower(),
+        "source": source,
+        "foreign": str(foreign).lower(),
         "written_by": f"kv-custody {version('kv-custody')}",
     }
     pairs = ", ".join(f"{quoted(name)}: {quoted(value)}" for name, value in metadata.items())
-    return (
-        f"COPY (SELECT * FROM read_json('/dev/fd/{source}', format = 'newline_delimited', "
-        f"columns = {{{columns}}})) TO {quoted(str(path))} "
-        f"(FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2, KV_METADATA {{{pairs}}})"
-    )
+    return f"(FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2, KV_METADATA {{{pairs}}})"
 
 
 def _lines(capture: Capture) -> Iterator[tuple[int, bytes]]:

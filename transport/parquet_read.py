@@ -10,6 +10,7 @@ account, and is repeated, not proved again.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     import duckdb
 
 FETCHED_ROWS = 2_048
+PATTERN = frozenset("*?[]{}")
+"""What makes a file's name a pattern."""
 RECORDS = f"({quoted(schema.ENTRY)}, {quoted(schema.UNKNOWN)})"
 """What a log's own rows are, in its order."""
 
@@ -88,10 +91,16 @@ def _gaps(found: Sequence[Any]) -> tuple[Missing, ...]:
 class ParquetCapture(Capture):
     """A Parquet file; `connection` and `path` are there for whoever asks it in SQL."""
 
-    def __init__(self, connection: duckdb.DuckDBPyConnection, path: Path) -> None:
-        """Reads the metadata and the account.  Raises `UnreadableLog`."""
+    def __init__(
+        self, connection: duckdb.DuckDBPyConnection, path: Path, *, name: str | None = None
+    ) -> None:
+        """Reads the metadata and the account; `name` is how DuckDB finds it.
+
+        Raises `UnreadableLog`.
+        """
         self.connection = connection
         self.path = path
+        self.name = str(path) if name is None else name
         told = self._metadata()
         super().__init__(foreign=told["foreign"] == "true", source=told["source"])
         self._columns = self._known_columns()
@@ -142,7 +151,7 @@ class ParquetCapture(Capture):
         except duckdb.Error as error:
             reason = str(error).splitlines()[0]
             raise UnreadableLog(0, f"{self.path}: Parquet that cannot be read: {reason}") from error
-        name = quoted(str(self.path))
+        name = quoted(self.name)
         found = self.rows(f"SELECT key, value FROM parquet_kv_metadata({name})")
         told = {_text(key): _text(value) for key, value in found}
         if told.get("format") != schema.FORMAT:
@@ -154,7 +163,7 @@ class ParquetCapture(Capture):
 
     def table(self) -> str:
         """The file in SQL, with `file_row_number` as the place of each row."""
-        return f"read_parquet({quoted(str(self.path))}, file_row_number = true)"
+        return f"read_parquet({quoted(self.name)}, file_row_number = true)"
 
     def _known_columns(self) -> list[str]:
         found = {name for name, *_ in self.rows(f"DESCRIBE SELECT * FROM {self.table()}")}
@@ -311,7 +320,13 @@ def open_parquet(path: Path, stack: ExitStack, means: Means = MEANS) -> ParquetC
     """The file as a capture.  Raises `NoParquet` or `UnreadableLog`."""
     connection = connect(means)
     stack.callback(connection.close)
-    return ParquetCapture(connection, path)
+    name = str(path)
+    if set(name) & PATTERN:
+        # A name is a pattern to DuckDB, and would find nothing, or other files.
+        number = os.open(path, os.O_RDONLY)
+        stack.callback(os.close, number)
+        name = f"/dev/fd/{number}"
+    return ParquetCapture(connection, path, name=name)
 
 
 def read_parquet(path: Path) -> LogFile:

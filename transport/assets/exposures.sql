@@ -2,20 +2,25 @@
 --
 --     SET VARIABLE log = 'log.parquet';
 --     .read exposures.sql
---     SELECT * FROM ownership WHERE pool = 1 AND 7 BETWEEN first_page AND stop_page - 1 ORDER BY since;
---     SELECT * FROM open_questions;
+--     SELECT request, since, until FROM holders WHERE engine = 'decode-0' AND first_page <= 7 AND 7 < stop_page;
+--     SELECT request FROM entries JOIN open_questions USING (r) GROUP BY request;
 --
 -- The definition is the ordered pass over entries.  These tables clear whom they can clear for
--- certain, which in a legal log is everybody: a request that wrote all that it read, in its place,
--- on pages on which nobody else was active from its reservation to its last read.  Everybody else
--- is an open question, which the pass answers from the entries of those in `needed`.
+-- certain, which in a legal log is everybody that was not requeued: a request that wrote all that
+-- it read, in its place, on pages on which nobody else was active from its reservation to its last
+-- read.  Everybody else is an open question, which the pass answers from the entries of those in
+-- `needed`.
 --
 -- `place` is an entry's row in the file, which is the order of the log.  `r` is a hash of a
--- request's id: two requests that share one would break each other's sequence, and be open questions.
+-- request's id: two requests that share one break each other's sequence, and are open questions.
 -- Numbers are cast to BIGINT; a log with larger ones ends in an error, and the pass alone judges it.
 
+-- Positions that are missing, and whether more is missing of which nobody knows where it was.
+CREATE TEMP TABLE IF NOT EXISTS gaps (gap_first BIGINT, gap_last BIGINT);
+SET VARIABLE unlocated = coalesce(getvariable('unlocated'), false);
+
 CREATE OR REPLACE TEMP VIEW entries AS
-SELECT file_row_number AS place, hash(request) AS r, request = getvariable('fleet') AS of_fleet, *
+SELECT file_row_number AS place, hash(request) AS r, request = '00000000-000000000000' AS of_fleet, *
 FROM read_parquet(getvariable('log'), file_row_number = true)
 WHERE record IN ('entry', 'kept');
 
@@ -294,6 +299,14 @@ WITH watched AS (
     FROM strays
 )
 SELECT pool, first_page, stop_page, since, until, r, full_pages, readable FROM pieces;
+
+-- The same in words.
+CREATE OR REPLACE TEMP VIEW holders AS
+SELECT engine, incarnation, rank, first_page, stop_page, since, until, request
+FROM ownership
+JOIN pools USING (pool)
+JOIN stories USING (r)
+JOIN (SELECT place AS first_place, request FROM entries) USING (first_place);
 
 -- The same, cut at every border, so that two rows are on the same pages or on none in common.
 CREATE OR REPLACE TEMP TABLE borders AS
