@@ -12,6 +12,7 @@ from kernels.cpu_compile import compiled
 from kernels.cpu_elementwise import exponentials, greatest, scale_row
 from kernels.cpu_memory import load_float, store_float
 from kernels.cpu_vector import COLUMNS, LANES, dot, dot_tile, weigh_tile
+from kernels.int8 import GROUP
 
 FLOAT_BYTES = 4
 MINUS_INFINITY = float("-inf")
@@ -82,15 +83,16 @@ def product(
 ) -> None:  # fmt: skip
     """`out[row, column]` is the dot product of activation `row` and weight row `first + column`.
 
-    w: weight rows of `length` float32 or, where `scales` is not 0, of `length` int8, of which each
-    stands for its multiple of the row's float32 in `scales`; x: `rows` of `length` float32.
+    w: weight rows of `length` float32 or, where `scales` is not 0, of `length` int8, whose groups
+    have their float32 in `scales` (`kernels.int8.Int8Matrix`); x: `rows` of `length` float32.
     All rows stand one behind the other; `out_stride` is in bytes.
     """
     x_stride = length * FLOAT_BYTES
     stride = x_stride if scales == 0 else length
     w += first * stride
     ahead = COLUMNS * x_stride
-    scale = scales + first * FLOAT_BYTES
+    scale_stride = (length + GROUP - 1) // GROUP * FLOAT_BYTES
+    scale = scales + first * scale_stride
     column = 0
     while column + COLUMNS <= columns:
         place = out + column * FLOAT_BYTES
@@ -99,7 +101,7 @@ def product(
         else:
             _byte_tiles(w, stride, scale, x, x_stride, rows, length, ahead, place, out_stride)
         w += COLUMNS * stride
-        scale += COLUMNS * FLOAT_BYTES
+        scale += COLUMNS * scale_stride
         column += COLUMNS
     while column < columns:
         for row in range(rows):
@@ -109,7 +111,7 @@ def product(
             else:
                 _byte_1_1(w, 0, scale, x + row * x_stride, 0, length, 0, place, 0)
         w += stride
-        scale += FLOAT_BYTES
+        scale += scale_stride
         column += 1
 
 

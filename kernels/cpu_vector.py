@@ -17,6 +17,7 @@ from llvmlite import binding, ir
 from numba import types
 
 from kernels.cpu_compile import intrinsic
+from kernels.int8 import GROUP
 
 Builder = Any
 Value = Any
@@ -189,8 +190,8 @@ def dot_tile(rows: int, columns: int, *, scaled: bool = False) -> Tile:
     elements.
     It stores `out[row][column]`, and asks the memory for the bytes that stand `ahead` bytes behind
     those weights that it reads.
-    scaled: weights are int8, and each sum is multiplied by the float32 `scales[column]`; otherwise
-    weights are float32 and `scales` is not looked at.
+    scaled: a weight is int8 times the float32 scale of its GROUP neighbours, `scales` [columns,
+    groups of a row]; otherwise weights are float32 and `scales` is not looked at.
     """
 
     @intrinsic
@@ -210,13 +211,10 @@ def dot_tile(rows: int, columns: int, *, scaled: bool = False) -> Tile:
             w, w_stride, scales, x, x_stride, length, ahead, out, out_stride = args
             weights = addresses(builder, w, w_stride, columns)
             inputs = addresses(builder, x, x_stride, rows)
-            sums = _dots(builder, weights, inputs, length, ahead, scaled=scaled)
-            by = None
+            by = addresses(builder, scales, scales_stride(builder, length), columns)
+            sums = _dots(builder, weights, inputs, length, ahead, by if scaled else ())
             for row, place in enumerate(addresses(builder, out, out_stride, rows)):
                 total = _sums(builder, sums[row * columns : (row + 1) * columns])
-                if scaled:
-                    by = by or builder.load(pointer(builder, scales, total.type), align=4)
-                    total = builder.fmul(total, by)
                 builder.store(total, pointer(builder, place, total.type), align=4)
             return ir.Constant(INT64, 0)
 
@@ -226,22 +224,42 @@ def dot_tile(rows: int, columns: int, *, scaled: bool = False) -> Tile:
     return tile
 
 
+def scales_stride(builder: Builder, length: Value) -> Value:
+    """Bytes of the scales of a row of `length` int8."""
+    groups = builder.sdiv(builder.add(length, constant(GROUP - 1)), constant(GROUP))
+    return times(builder, groups, FLOAT_BYTES)
+
+
 def _dots(
     builder: Builder,
     weights: Sequence[Value],
     inputs: Sequence[Value],
     length: Value,
     ahead: Value,
-    *,
-    scaled: bool = False,
+    scales: Sequence[Value] = (),
 ) -> list[Value]:
     """A vector of partial sums for each input and weight, inputs first.
 
+    scales: where those of each weight row begin, if weights are int8.
     Several vectors are taken at a time where there are so many, and then one by one: the order of
     the sums is the same.
     """
     columns = len(weights)
-    element = 1 if scaled else FLOAT_BYTES
+    element = 1 if scales else FLOAT_BYTES
+
+    def widened(places: Sequence[Value], vector: Value) -> list[Value]:
+        """The weights at these places; `vector` is how many vectors of a row stand before them."""
+        if not scales:
+            return [load(builder, place) for place in places]
+        group = times(builder, builder.sdiv(vector, constant(GROUP // LANES)), FLOAT_BYTES)
+        by = [
+            builder.load(pointer(builder, base, FLOAT))
+            for base in addresses_behind(builder, scales, group)
+        ]
+        return [
+            builder.fmul(load_bytes(builder, place), splat(builder, scale))
+            for place, scale in zip(places, by, strict=True)
+        ]
 
     def several(count: int, first: Value) -> Callable[[Value, Sequence[Value]], list[Value]]:
         """The next `count` vectors; `first` is the number of vectors before the loop."""
@@ -257,7 +275,7 @@ def _dots(
                 if element * offset % LINE_BYTES == 0:
                     for place in here:
                         prefetch(builder, builder.add(place, ahead))
-                loaded = [(load_bytes if scaled else load)(builder, place) for place in here]
+                loaded = widened(here, builder.add(vector, constant(step)))
                 for row, base in enumerate(sources):
                     value = load(builder, builder.add(base, constant(FLOAT_BYTES * offset)))
                     for column, weight in enumerate(loaded):

@@ -1,4 +1,4 @@
-"""The verbs that measure: `bench serve` and `bench kernels`.
+"""The verbs that measure: `bench serve`, `bench kernels` and `bench weights`.
 
 Owns: how a report is printed.
 Must not know: how anything is measured.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -135,6 +136,46 @@ def bench_kernels(
         model=model, threads=threads, runs=runs, figure_seconds=figure_seconds
     )
     return _tell(run_kernels(settings, progress=lambda text: note(f"bench: {text}")), json=json)
+
+
+@bench_app.command(name="weights")
+def bench_weights(
+    *,
+    model: str = str(DEFAULT_MODEL),
+    threads: int = 2,
+    text: Path | None = None,
+    answers: Path | None = None,
+    json: Json = False,
+) -> int:
+    """Measure how far int8 weights move a model's answers from those of its own weights.
+
+    Ends with exit code 1 when a figure misses its target; the report is complete all the same.
+
+    Parameters
+    ----------
+    model
+        Model: a GGUF file, or a local directory in Hugging Face's format.
+    threads
+        Threads that compute.
+    text
+        Text to compare over (UTF-8); a page of prose that comes with the program if absent.
+    answers
+        Recorded greedy answers, a JSON list of objects with the token ids `prompt` and `tokens`,
+        whose prompts are asked; pieces of the text if absent.
+    json
+        Print the report as JSON.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in `bench kernels`
+    from transport.bench_weights import UnusableText, WeightSettings, run_weights
+
+    if threads < 1:
+        raise UsageError(f"threads is {threads}; it must be at least 1")
+    settings = WeightSettings(model=model, threads=threads, text=text, answers=answers)
+    try:
+        report = run_weights(settings, progress=lambda text: note(f"bench: {text}"))
+    except UnusableText as error:
+        raise UsageError(str(error)) from error
+    return _tell(report, json=json)
 
 
 def _tell(report: Report, *, json: bool) -> int:
