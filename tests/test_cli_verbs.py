@@ -157,6 +157,8 @@ ALONE: list[tuple[int, str]] = [
     (5, "log import {good}.none --output {good}.log"),
     (5, "log index {good}.none"),
     (2, "log index {good}"),
+    (5, "log sign {good}.none --key {good}"),
+    (2, "log sign {good} --key {good}"),
     (5, "diff {good} {good}.none"),
     (5, "slice {good}.none"),
     (5, "bundle {good}.none"),

@@ -33,6 +33,7 @@ from transport import (
     commands_run,
     commands_simulate,
     commands_use,
+    commands_verify,
 )
 from transport.commands_shared import (
     CRASHED,
@@ -86,7 +87,8 @@ for verb in (
 app.command(commands_evidence.slice_log, name="slice")
 app.command(commands_evidence.bundle_app)
 app.command(commands_convert.log_app)
-commands_convert.log_app.command(commands_index.index)
+for log_verb in (commands_index.index, commands_verify.verify, commands_verify.sign):
+    commands_convert.log_app.command(log_verb)
 app.command(commands_credentials.credentials_app)
 app.command(commands_bench.bench_app)
 app.command(commands_config.config_app)

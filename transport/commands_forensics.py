@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from lifecycle.ids import RequestId
 from lifecycle.wording import counted
-from transport.commands_log import UnknownRequest, log_app
+from transport.commands_log import UnknownRequest
 from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
@@ -245,45 +245,6 @@ def _log_or_scheduler(log: Path | None, scheduler: str, door: CallSettings) -> I
 
     with connect(scheduler, door) as client, closing(client.tail()) as entries:
         yield LiveCapture(entries)
-
-
-@log_app.command
-def verify(log: Path, /, *, head: str | None = None, json: Json = False) -> int:
-    """Check every sum, hash and gap of a log's files; exits 0 intact, 1 not, 5 incomplete.
-
-    Parameters
-    ----------
-    log
-        A folder of segments, or one segment; of JSON Lines only order and gaps can be checked.
-    head
-        The hash with which the chain must end, as an earlier check or a bundle printed it.
-    json
-        Print one JSON document.
-    """
-    from transport import verify_text
-
-    expected = None
-    if head is not None:
-        try:
-            expected = bytes.fromhex(head)
-        except ValueError as error:
-            raise UsageError(f"--head {head!r}: is not hexadecimal") from error
-        if len(expected) != HASH_BYTES:
-            raise UsageError(
-                f"--head: {counted(len(expected), 'byte')} are no hash of {HASH_BYTES}"
-            )
-    with opened(log) as capture:
-        capture.expected_head = expected
-        for _ in capture:
-            pass
-        if json:
-            say_json(verify_text.verify_object(capture))
-        else:
-            for line in verify_text.verify_lines(capture):
-                say(line)
-        if capture.problems:
-            return EXIT_FAILED
-        return EXIT_OK if capture.whole else EXIT_UNREADABLE
 
 
 def diff(left: Path, right: Path, /, *, everything: Switch = False, json: Json = False) -> int:

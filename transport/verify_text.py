@@ -6,17 +6,23 @@ Must not know: how it was found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
+
 from lifecycle.wording import counted
-from transport.forensics_chain import Problem
+from transport.forensics_chain import Problem, Wrong
 from transport.forensics_read import Capture, SegmentCapture
+from transport.head_signature import Signed
 from transport.replay_text import missing_lines
 
 
-def verify_lines(capture: Capture) -> Iterator[str]:
-    """What was checked, every problem with its place, and the verdict."""
+def verify_lines(capture: Capture, signed: Sequence[Signed] | None = None) -> Iterator[str]:
+    """What was checked, who signed it, every problem with its place, and the verdict.
+
+    `signed` is None where no signatures were looked for.
+    """
     if isinstance(capture, SegmentCapture):
         survey = capture.survey
         yield (
@@ -25,6 +31,8 @@ def verify_lines(capture: Capture) -> Iterator[str]:
             f"{counted(survey.size_bytes, 'byte')} unpacked"
         )
         yield f"chain ends with {survey.head.hex()}"
+        if signed is not None:
+            yield from signature_lines(signed, survey.span[1])
     else:
         yield (
             f"{counted(capture.entries_read, 'entry')} in JSON Lines, which have no check sums "
@@ -40,15 +48,36 @@ def verify_lines(capture: Capture) -> Iterator[str]:
         yield "intact" if capture.whole else "incomplete: what is there is intact"
 
 
+def signature_lines(signed: Sequence[Signed], last: int) -> Iterator[str]:
+    """Each signature that holds, by whom it is, and what none is of."""
+    holds = [one for one in signed if not one.problem and one.compared]
+    if not signed:
+        yield "not signed"
+    for one in signed:
+        whose = (
+            "a given key" if one.named else "a key that nobody named, which the file holds itself"
+        )
+        if one in holds:
+            yield f"signed up to position {one.position} by {whose}, fingerprint {one.fingerprint}"
+        elif not one.problem:
+            yield f"{one.file}: position {one.position} is not in these segments, so nothing compares"
+    reached = max((one.position for one in holds), default=last)
+    if reached < last:
+        yield f"positions {reached + 1} to {last} are not signed"
+
+
 def problem_line(problem: Problem) -> str:
     """Segment, offset, positions, and what is wrong."""
     positions = ""
     if problem.last_position:
         positions = f", positions {problem.first_position} to {problem.last_position}"
+    if problem.wrong is Wrong.SIGNATURE:
+        where = f"{problem.segment}: " if problem.segment else ""
+        return f"{where}{problem.wrong.value}: {problem.message}"
     return f"{problem.segment}, byte {problem.offset}{positions}: {problem.wrong.value}: {problem.message}"
 
 
-def verify_object(capture: Capture) -> dict[str, Any]:
+def verify_object(capture: Capture, signed: Sequence[Signed] | None = None) -> dict[str, Any]:
     """The same as one JSON document."""
     chained = isinstance(capture, SegmentCapture)
     return {
@@ -59,6 +88,7 @@ def verify_object(capture: Capture) -> dict[str, Any]:
         "batches": capture.survey.batch_count if isinstance(capture, SegmentCapture) else 0,
         "chained": chained,
         "head": capture.head.hex() if capture.head is not None else None,
+        "signatures": None if signed is None else [attrs.asdict(one) for one in signed],
         "problems": [
             {
                 "wrong": one.wrong.value,
