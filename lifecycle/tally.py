@@ -80,7 +80,7 @@ class Tally:
         """
         self._times: dict[RequestId, Times] = {}
         self._history = History(crossguards=False) if start is None else start.copy()
-        self.quarantine: dict[GrantId, Kept] = dict(_kept(self._history))
+        self.quarantine: dict[GrantId, Kept] = dict(kept_in(self._history))
         for request in [r for r, s in self._history.requests.items() if s.phase in TERMINAL]:
             self._forget(request)
         self._values: dict[str, dict[Labels, Value]] = {
@@ -332,7 +332,7 @@ def _of_this_attempt(state: RequestState, name: GrantId) -> bool:
     return grant is not None and grant.attempt == state.attempt
 
 
-def _kept(history: History) -> Iterator[tuple[GrantId, Kept]]:
+def kept_in(history: History) -> Iterator[tuple[GrantId, Kept]]:
     """The grants in quarantine whose owners live."""
     for state in history.requests.values():
         for grant in state.grants:

@@ -16,10 +16,13 @@ import pytest
 
 from engine.explorer import walk
 from engine.scenarios import SCENARIOS
+from lifecycle.ends import Ends
 from lifecycle.events import ByScheduler, Dropped, Entry
 from lifecycle.ids import EngineId, party_of
 from lifecycle.replay import Replayer
 from lifecycle.state import TERMINAL
+from lifecycle.tally import Tally
+from lifecycle.tally_metrics import REQUESTS
 from tests.captures import FOLDER, state_hash
 from tests.test_cli import bare  # noqa: F401 - a fixture for every test here
 from transport import cli, codec, replay_text
@@ -185,6 +188,21 @@ def test_what_is_put_aside_changes_nothing(entries: list[Entry], seed: int) -> N
         if known is not None:
             thrifty.history.requests[name] = known
     assert state_hash(thrifty.history) == state_hash(plain.history)
+
+
+@pytest.mark.parametrize("entries", LOGS)
+def test_ends_are_what_the_tally_counts(entries: list[Entry]) -> None:
+    """Outcomes, and pages in quarantine by cause, while the log goes on and at its end."""
+    replayer = Replayer(aside=DiskAside(latest=1))
+    ends, tally = Ends(replayer), Tally()
+    for position, entry in enumerate(entries, start=1):
+        assert replayer.take(position, entry) is None
+        ends.note(entry)
+        tally.note(entry)
+        assert ends.quarantine == tally.quarantine
+    counted = next(f.values for f in tally.families() if f.metric == REQUESTS)
+    assert ends.outcomes == counted
+    assert sum(ends.outcomes.values()) > 0
 
 
 @pytest.fixture

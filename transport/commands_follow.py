@@ -3,8 +3,8 @@
 Owns: what is printed while it goes on, and the verdict where it ends.
 Must not know: how entries are judged.
 
-Every request that was seen is kept, as in any replay, since any may still be named; it takes about
-eight kilobytes a request.
+Every request that was seen is kept, as in any replay, since any may still be named; those that are
+over are on disk.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ def follow(
 
     Without one it goes on until it is interrupted or the scheduler ends.
     """
+    from lifecycle.ends import Ends
     from lifecycle.replay import Replayer
-    from lifecycle.tally import Tally
     from transport import render, replay_text
+    from transport.aside import DiskAside
     from transport.forensics_read import LiveCapture
 
     shown = []
     with connect(scheduler, door) as client, closing(client.tail(follow=True)) as entries:
         capture = LiveCapture(entries)
-        replayer = Replayer()
-        tally = Tally(replayer.history)
-        for finding in followed(capture, replayer, tally, to=to):
+        replayer = Replayer(aside=DiskAside())
+        ends = Ends(replayer)
+        for finding in followed(capture, replayer, ends, to=to):
             if not wanted(finding, request, first, to):
                 continue
             shown.append(finding)
@@ -63,9 +64,9 @@ def follow(
     shown += [one for one in late if wanted(one, request, first, to)]
     if json:
         document = replay_text.replay_object(capture, report, shown)
-        say_json(document | replay_text.tally_object(tally))
+        say_json(document | replay_text.ends_object(ends))
     else:
-        for line in replay_text.replay_lines(capture, report, late, tally):
+        for line in replay_text.replay_lines(capture, report, late, ends):
             say(line)
     if not capture.whole:
         return EXIT_UNREADABLE

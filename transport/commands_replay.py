@@ -73,14 +73,14 @@ def _begun(file: Path, *, behind: int | None, index: Path | None, whole: bool) -
 def _verdict(
     here: Begun, *, request: str | None, first: int | None, to: int | None, json: bool
 ) -> int:
-    from lifecycle.tally import Tally
+    from lifecycle.ends import Ends
     from transport import replay_text
 
     capture, replayer = here.capture, here.replayer
-    tally = Tally(replayer.history)
+    ends = Ends(replayer)
     # With an index both ends can be left out; without one the end is read as it ever was.
     stop = to if here.skipped is not None else None
-    replayed(capture, replayer, tally, at=stop)
+    replayed(capture, replayer, ends, at=stop)
     report = replayer.report(whole=capture.whole and stop is None)
     state = replayer.state(RequestId(request)) if request else None
     if request is not None and state is None and request not in replayer.findings:
@@ -88,7 +88,7 @@ def _verdict(
     shown = [one for one in report.findings if wanted(one, request, first, to)]
     if json:
         document = replay_text.replay_object(capture, report, shown)
-        document |= replay_text.tally_object(tally)
+        document |= replay_text.ends_object(ends)
         document |= _part_object(here, stop)
         if request is not None:
             document["state"] = None if state is None else replay_text.state_object(state)
@@ -96,7 +96,7 @@ def _verdict(
     else:
         for line in _part_lines(here, stop):
             say(line)
-        for line in replay_text.replay_lines(capture, report, shown, tally):
+        for line in replay_text.replay_lines(capture, report, shown, ends):
             say(line)
         for line in () if state is None else replay_text.request_lines(state):
             say(line)

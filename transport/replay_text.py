@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lifecycle.ends import Ends
 from lifecycle.ids import count_pages
 from lifecycle.replay import Finding, Replayer, Report
 from lifecycle.rules import RULES
 from lifecycle.state import OPEN, Grant, RequestState
-from lifecycle.tally import Tally
-from lifecycle.tally_metrics import REQUESTS
 from lifecycle.wording import counted
 from transport.forensics_read import Capture
 from transport.render import clock, finding_lines
@@ -24,7 +23,7 @@ LINES_SHOWN = 20
 
 
 def replay_lines(
-    capture: Capture, report: Report, shown: Sequence[Finding], tally: Tally
+    capture: Capture, report: Report, shown: Sequence[Finding], ends: Ends
 ) -> Iterator[str]:
     """Totals, then the violations shown; the last line is the verdict."""
     if capture.foreign:
@@ -35,9 +34,9 @@ def replay_lines(
     )
     yield "events: " + (", ".join(f"{name} {count}" for name, count in report.events) or "none")
     yield "phases: " + (", ".join(f"{name} {count}" for name, count in report.phases) or "none")
-    ends = tally_object(tally)
-    yield "ends: " + (", ".join(f"{how} {count}" for how, count in ends["ends"].items()) or "none")
-    for cause, pages in ends["quarantined_pages"].items():
+    ended = ends_object(ends)
+    yield "ends: " + (", ".join(f"{how} {count}" for how, count in ended["ends"].items()) or "none")
+    for cause, pages in ended["quarantined_pages"].items():
         yield f"pages in quarantine ({cause}): {pages}"
     for finding in shown[:LINES_SHOWN]:
         yield from finding_lines(finding)
@@ -152,14 +151,13 @@ def replay_object(capture: Capture, report: Report, shown: Sequence[Finding]) ->
     }
 
 
-def tally_object(tally: Tally) -> dict[str, Any]:
+def ends_object(ends: Ends) -> dict[str, Any]:
     """How requests ended, and the pages in quarantine at the end; `metrics` has everything."""
-    ends = next(f.values for f in tally.families() if f.metric == REQUESTS)
     pages: Counter[str] = Counter()
-    for kept in tally.quarantine.values():
+    for kept in ends.quarantine.values():
         pages[kept.cause.value] += kept.pages
     return {
-        "ends": {f"{outcome} ({reason})": n for (outcome, reason), n in ends.items() if n},
+        "ends": {f"{outcome} ({reason})": n for (outcome, reason), n in ends.outcomes.items() if n},
         "quarantined_pages": dict(pages),
     }
 

@@ -8,7 +8,7 @@ Must not know: where a capture comes from; how a verb's result is worded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lifecycle.forensics_sums import summed
 
@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from lifecycle.forensics_exposures import Inquiry
     from lifecycle.forensics_values import Exposures
     from lifecycle.replay import Finding, Replayer
-    from lifecycle.tally import Tally
     from transport.forensics_read import Capture
+
+
+class Counts(Protocol):
+    """Whoever counts what a replay took in: all metrics, or how requests ended."""
+
+    def note(self, entry: Entry) -> None:
+        """The next entry, once the replay has taken it in."""
 
 
 def taken(
@@ -67,15 +73,17 @@ def found_in(capture: Capture, inquiry: Inquiry) -> Exposures:
     )
 
 
-def replayed(capture: Capture, replayer: Replayer, tally: Tally, *, at: int | None = None) -> None:
+def replayed(
+    capture: Capture, replayer: Replayer, counts: Counts, *, at: int | None = None
+) -> None:
     """Replay up to a position, and count whatever was taken in."""
     for _, entry, counted in taken(capture, replayer, at=at):
         if counted:
-            tally.note(entry)
+            counts.note(entry)
 
 
 def followed(
-    capture: Capture, replayer: Replayer, tally: Tally, *, to: int | None = None
+    capture: Capture, replayer: Replayer, counts: Counts, *, to: int | None = None
 ) -> Iterator[Finding]:
     """The first violation of each request as soon as its entry is there.
 
@@ -84,7 +92,7 @@ def followed(
     told = 0
     for position, entry, counted in taken(capture, replayer, at=to):
         if counted:
-            tally.note(entry)
+            counts.note(entry)
         if len(replayer.findings) > told:
             told = len(replayer.findings)
             yield next(reversed(replayer.findings.values()))
