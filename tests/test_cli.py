@@ -204,6 +204,8 @@ def test_light_verbs_import_nothing_heavy() -> None:
         ["generate", "1", "--chat", "--token-ids"],
         ["generate", "one", "--token-ids"],
         ["generate", "x", "--top-k", "-1"],
+        ["generate", "x", "--timeout", "-1"],
+        ["chat", "--timeout", "0"],
         ["serve", "--prefill", "0"],
     ],
 )

@@ -24,6 +24,7 @@ from transport.commands_shared import (
     complain,
     connect,
     note,
+    require_timeout,
     undashed,
 )
 from transport.commands_use import SamplingOptions, ended, print_answer, sampling_message
@@ -59,6 +60,7 @@ def chat(
     json
         Print JSON Lines, one message of the stream a line.
     """
+    require_timeout(timeout)
     with connect(scheduler, door) as client:
         talk = Conversation(client, system=system, sampling=sampling, timeout=timeout, json=json)
         if sys.stdin.isatty():

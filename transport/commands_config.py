@@ -67,7 +67,7 @@ def show(
     width = max(len(one.name) for one in found)
     for one in found:
         source = f" {one.source}" if one.source else ""
-        value = "" if one.value is None else one.value
+        value = "not set" if one.value is None else one.value
         say(f"{one.name:{width}} = {value}  ({one.origin}{source})")
     return EXIT_OK
 

@@ -22,6 +22,7 @@ from transport.commands_shared import (
     UsageError,
     connect,
     note,
+    require_timeout,
     say,
     say_json,
 )
@@ -62,8 +63,7 @@ def drain(
     """
     if timeout is not None and not wait:
         raise UsageError("--timeout needs --wait")
-    if timeout is not None and not timeout > 0:
-        raise UsageError(f"--timeout {timeout:g}: must be above 0")
+    require_timeout(timeout)
     with connect(scheduler, door) as client:
         incarnation = client.drain(engine)
         siblings, warning = _siblings(client.status(), engine)

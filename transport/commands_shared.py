@@ -69,6 +69,12 @@ def connect(scheduler: str, door: CallSettings) -> Client:
     return Client(scheduler, door)
 
 
+def require_timeout(seconds: float | None) -> None:
+    """A time limit that can be kept, or none. Raises UsageError."""
+    if seconds is not None and not seconds > 0:
+        raise UsageError(f"--timeout {seconds:g}: must be above 0")
+
+
 def undashed(text: str) -> str:
     """The text that the user wrote."""
     return "-" if text == DASH else text

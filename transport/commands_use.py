@@ -28,6 +28,7 @@ from transport.commands_shared import (
     connect,
     is_standard,
     note,
+    require_timeout,
     say,
     say_json,
     say_message,
@@ -157,6 +158,7 @@ def generate(
         raise UsageError("--chat and --token-ids exclude each other")
     if system is not None and not chat:
         raise UsageError("--system needs --chat")
+    require_timeout(timeout)
     request = request_message(
         _prompt(prompt), sampling, chat=chat, system=system, token_ids=token_ids
     )
