@@ -19,7 +19,7 @@ from lifecycle.ids import EPOCH_DIGITS, FLEET, SERIAL_DIGITS
 from transport import exposures_sql
 from transport import parquet_schema as schema
 from transport.forensics_read import open_capture, uncollected
-from transport.parquet import MEANS, Means, connect, copy_options, quoted, write_parquet
+from transport.parquet import MEANS, ONE_THREAD, Means, connect, copy_options, quoted, write_parquet
 from transport.parquet_read import open_parquet
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def asked(table: Path, entries: int, means: Means) -> Timed:
             found = answered.exposures
             assert answered.sql
             assert found.entries == entries
+            assert found.whole
             assert found.affected.most == 0
 
     return _timed("parquet_exposures", entries, ask)
@@ -107,6 +108,7 @@ def repeated(base: Path, table: Path, rows: int, means: Means = MEANS) -> int:
     proposals and grants repeat their numbers.  The result has at least so many rows.
     """
     with closing(connect(means)) as connection:
+        connection.execute(ONE_THREAD)
         made, count = base, _read_base(connection, base).entries
         rounds = 0
         while count < rows:

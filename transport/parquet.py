@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     import duckdb
 
+ONE_THREAD = "SET threads = 1"
+"""Rows then come in the order in which they are read."""
 FLUSH_BYTES = 1 << 18
 TOLD_ENTRIES = 10_000
 
@@ -100,6 +102,9 @@ def write_parquet(
     """
     partial = output.with_name(output.name + ".partial")
     connection = connect()
+    # Several threads were seen to write one batch of rows behind all others; entries are made by one
+    # in any case, so nothing is lost.
+    connection.execute(ONE_THREAD)
     try:
         count = _copied(connection, capture, partial, told)
         partial.replace(output)

@@ -29,7 +29,7 @@ from transport.codec_values import MalformedRecord
 from transport.forensics_chain import Problem, Wrong
 from transport.forensics_read import Capture
 from transport.jsonlines import LogFile, UnknownRecord, UnreadableLog
-from transport.parquet import MEANS, Means, connect, quoted
+from transport.parquet import MEANS, ONE_THREAD, Means, connect, quoted
 
 if TYPE_CHECKING:
     import duckdb
@@ -115,7 +115,8 @@ class ParquetCapture(Capture):
         )
         self.account = self._read_account()
         if self.account.snapshot is not None:
-            entries = tuple(self._entries(connection, f"record = {quoted(schema.KEPT)}"))
+            condition = f"record = {quoted(schema.KEPT)} ORDER BY file_row_number"
+            entries = tuple(self._entries(connection, condition))
             snapshot = attrs.evolve(self.account.snapshot, entries=entries)
             self.account = attrs.evolve(self.account, snapshot=snapshot)
         self.begin_again()
@@ -184,10 +185,14 @@ class ParquetCapture(Capture):
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
         count = 0
-        # A cursor of its own: others may ask while this one is read.
-        for position, entry in self._entries(self.connection.cursor(), f"record IN {RECORDS}"):
-            count += 1
-            yield position, entry
+        self.connection.execute(ONE_THREAD)
+        try:
+            # A cursor of its own: others may ask while this one is read.
+            for position, entry in self._entries(self.connection.cursor(), f"record IN {RECORDS}"):
+                count += 1
+                yield position, entry
+        finally:
+            self.connection.execute("RESET threads")
         self._settle(count)
 
     def _settle(self, count: int) -> None:
@@ -256,10 +261,11 @@ class ParquetCapture(Capture):
 
     def placed(self, condition: str) -> Iterator[tuple[int, int, int, Entry]]:
         """Place, hash of the request, position and entry of the rows of which this is so."""
-        for row in self._rows(self.connection, condition, "file_row_number, hash(request)"):
+        condition = f"{condition} ORDER BY file_row_number"
+        for row in self._rows(self.connection, condition):
             found = self._entry(row)
             if found is not None:
-                yield (row[-2], row[-1], *found)
+                yield (row[-1], row[-2], *found)
 
     def _entries(
         self, cursor: duckdb.DuckDBPyConnection, condition: str
@@ -269,17 +275,22 @@ class ParquetCapture(Capture):
             if found is not None:
                 yield found
 
-    def _rows(
-        self, cursor: duckdb.DuckDBPyConnection, condition: str, *more: str
-    ) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, cursor: duckdb.DuckDBPyConnection, condition: str) -> Iterator[tuple[Any, ...]]:
+        """The known columns, the request's hash and the place, in the file's order."""
         import duckdb
 
-        names = ", ".join([*self._columns, *more])
+        names = ", ".join([*self._columns, "hash(request)", "file_row_number"])
         query = f"SELECT {names} FROM {self.table()} WHERE {condition}"
+        place = -1
         try:
             cursor.execute(query)
             while rows := cursor.fetchmany(FETCHED_ROWS):
-                yield from rows
+                for row in rows:
+                    if row[-1] <= place:
+                        reason = f"row {row[-1]} came behind row {place}"
+                        raise UnreadableLog(0, f"{self.path}: DuckDB lost the order: {reason}")
+                    place = row[-1]
+                    yield row
         except duckdb.Error as error:
             raise UnreadableLog(0, f"{self.path}: {error}") from error
 
