@@ -113,6 +113,7 @@ ALONE: list[tuple[int, str]] = [
     *((0, f"{verb} --help") for verb in ("serve", "scheduler", "prefill", "decode", "demo")),
     (0, "bench serve --help"),
     (0, "bench kernels --help"),
+    (0, "bench weights --help"),
     (0, "bench forensics --entries 300"),
     (0, "fuzz --runs 1 --seed 1"),
     (2, "fuzz --runs 0"),
