@@ -167,3 +167,16 @@ def test_a_table_in_a_pipe_has_no_spaces_at_the_ends(capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > len(log.entries)
     assert [line for line in lines if line != line.rstrip()] == []
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("tokens", [["--help"], ["status", "--help"], ["completion", "bash"]])
+def test_a_reader_that_leaves_is_no_complaint(tokens: list[str]) -> None:
+    """`custody --help | head -1` ends as every verb does whose reader has gone: 141, in silence."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(
+            [*PROGRAM, *tokens], stdout=output, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, "")

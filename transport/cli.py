@@ -173,9 +173,12 @@ def run(tokens: Sequence[str]) -> int:
     except Terminated:
         return EXIT_SIGNAL + signal.SIGTERM
     except BrokenPipeError:
-        # The reader has gone; what is still buffered must not complain at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_SIGNAL + signal.SIGPIPE
+        return _reader_left()
+    except SystemExit as error:
+        # So ends the library that draws help pages when nobody reads them any more.
+        if isinstance(error.__context__, BrokenPipeError):
+            return _reader_left()
+        raise
     except Exception as error:
         code = _exit_code(error)
         if code is not None:
@@ -186,6 +189,15 @@ def run(tokens: Sequence[str]) -> int:
         structlog.get_logger("custody").critical(CRASHED, exc_info=error)
         return EXIT_FAILED
     return result if isinstance(result, int) else EXIT_OK
+
+
+def _reader_left() -> int:
+    """The code for a reader of standard output that has gone.
+
+    What is still buffered must not complain at exit either.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_SIGNAL + signal.SIGPIPE
 
 
 def _exit_code(error: Exception) -> int | None:

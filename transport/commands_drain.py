@@ -114,7 +114,7 @@ def _wait(
     from transport.progress import Waiting, on_terminal
 
     until = None if timeout is None else time.monotonic() + timeout
-    with Waiting(shown=on_terminal() and not json) as waiting:
+    with Waiting(f"draining {engine}", shown=on_terminal() and not json) as waiting:
         while True:
             found = _life(client, engine, incarnation)
             if found is None or found.state == ENGINE_STATE_LOST:

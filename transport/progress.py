@@ -50,14 +50,15 @@ class LoadingBar:
 class Waiting:
     """A spinner with a sentence and the time that has passed, until `stop`."""
 
-    def __init__(self, *, shown: bool) -> None:
+    def __init__(self, sentence: str = "waiting for admission", *, shown: bool) -> None:
         self._bar = _progress("{task.description}", bar=False) if shown else None
+        self._sentence = sentence
         self._task: TaskID | None = None
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
-            self._task = self._bar.add_task("waiting for admission", total=None)
+            self._task = self._bar.add_task(self._sentence, total=None)
         return self
 
     def __exit__(
