@@ -129,8 +129,6 @@ class Inquiry:
         story.prompt_tokens = event.prompt_tokens
         story.attempt = entry.attempt
         story.next_attempt()
-        if story.admitted is None:
-            story.admitted = event
         for leg in (event.prefill, event.decode):
             for party in leg.parties():
                 if party not in self.pools:
@@ -191,18 +189,18 @@ class Inquiry:
             for start, stop, _ in slots_of(held.pages, part, pool.page_tokens, held.tokens.start):
                 for _a, _b, write in pool.slots.runs(start, stop):
                     if write is not None and write[0].story is not story:
-                        story.doubts.add(Doubt.SOURCE_REUSED)
+                        story.doubts |= {Doubt.SOURCE_REUSED}
 
     def _drained(self, story: Story, _position: int, _entry: Entry, event: Drained) -> None:
         held = story.grants.get(event.grant)
         if held is None:
             return
-        held.undrained.discard(event.party)
+        held.undrained -= {event.party}
         if held.released and not held.undrained:
             pool = self.pools.get(event.grant.owner)
             if pool is not None and held in pool.doors:
                 pool.doors.remove(held)
-            del story.grants[event.grant]
+            story.leave(event.grant)
 
     def _released(self, story: Story, position: int, _entry: Entry, event: Released) -> None:
         held = story.grants.get(event.grant)
@@ -212,7 +210,7 @@ class Inquiry:
         if held.purpose is Purpose.GROWTH or (
             held.purpose is Purpose.DESTINATION and not held.undrained
         ):
-            del story.grants[event.grant]
+            story.leave(event.grant)
         elif held.purpose is Purpose.DESTINATION:
             needed = min(held.tokens.stop, max(0, story.prompt_tokens - 1)) - held.tokens.start
             pool = self.pools.get(event.grant.owner)
@@ -221,7 +219,7 @@ class Inquiry:
 
     def _quarantined(self, story: Story, _pos: int, _entry: Entry, event: Quarantined) -> None:
         # Nobody is granted these pages again, so nothing is read in them.
-        story.grants.pop(event.grant, None)
+        story.leave(event.grant)
 
     def _verified(self, story: Story, _position: int, _entry: Entry, event: Verified) -> None:
         story.verified = True
@@ -256,7 +254,7 @@ class Inquiry:
     def _read(self, story: Story, position: int, time_ns: int, made: int) -> None:
         story.ended_position, story.ended_ns = position, time_ns
         if story.gap:
-            story.doubts.add(Doubt.OWN_ENTRIES_MISSING)
+            story.doubts |= {Doubt.OWN_ENTRIES_MISSING}
         placed = False
         for grant, held in story.grants.items():
             pool = self.pools.get(grant.owner)
@@ -267,7 +265,7 @@ class Inquiry:
             if pool.doors and story.unchecked:
                 self._look_at_doors(story, pool, held)
         if not placed:
-            story.doubts.add(Doubt.NO_PAGES)
+            story.doubts |= {Doubt.NO_PAGES}
 
     def _read_grant(
         self, story: Story, owner: Party, pool: Pool, held: Held, time_ns: int, made: int
@@ -288,7 +286,7 @@ class Inquiry:
                 # What it makes itself it writes itself, token by token: whether somebody else's
                 # write came before or after its own, the log does not say.
                 if write is not None and write[0] is not held and write[1] > held.position:
-                    story.doubts.add(Doubt.LATE_WRITE)
+                    story.doubts |= {Doubt.LATE_WRITE}
             pool.slots.assign(start, stop, (held, held.position, time_ns))
 
     def _found(
@@ -329,7 +327,7 @@ class Inquiry:
     def _look_at_doors(self, story: Story, pool: Pool, held: Held) -> None:
         for door in pool.doors:
             if door.released < held.position and door.overlaps(held):
-                story.doubts.add(Doubt.OPEN_DOOR)
+                story.doubts |= {Doubt.OPEN_DOOR}
 
 
 def slots_of(

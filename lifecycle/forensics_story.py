@@ -4,13 +4,14 @@ Owns: the counters and lists that the pass over a log fills.
 Must not know: slots, other requests, or what follows from it.
 
 These change in place, because the pass makes millions of them; nothing here outlives the pass.
+One story is left of each request, so what is mostly empty is a value that all of them share.
 """
 
 from __future__ import annotations
 
-from lifecycle.events import Admitted, RejectCode, Reserved
+from lifecycle.events import RejectCode, Reserved
 from lifecycle.forensics_values import Doubt, Read, Told
-from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange
+from lifecycle.ids import GrantId, PageRange, RequestId, TokenRange
 
 
 class Held:
@@ -28,7 +29,7 @@ class Held:
         self.purpose = reserved.purpose
         self.pages: tuple[PageRange, ...] = reserved.pages
         self.tokens: TokenRange = reserved.tokens
-        self.undrained: set[Party] = set(reserved.parties)
+        self.undrained = frozenset(reserved.parties)
         self.position = position
         self.released = 0
         self.used = 0
@@ -46,7 +47,7 @@ class Story:
     """A request, as far as the log has come."""
 
     __slots__ = (
-        *("admitted", "attempt", "compared", "doubts", "ended_ns", "ended_position", "first_ns"),
+        *("attempt", "compared", "doubts", "ended_ns", "ended_position", "first_ns"),
         *("first_position", "first_token_ns", "gap", "grants", "prefilled", "prompt_tokens"),
         *("reads", "refused", "relayed", "request", "sequence", "tenant", "told", "verified"),
         "unchecked",
@@ -61,7 +62,6 @@ class Story:
         self.sequence = 0
         self.gap = False
         self.attempt = 0
-        self.admitted: Admitted | None = None
         self.refused: RejectCode | None = None
         self.prompt_tokens = 0
         self.prefilled = 0
@@ -75,7 +75,13 @@ class Story:
         self.ended_ns = 0
         self.grants: dict[GrantId, Held] = {}
         self.reads: list[Read] = []
-        self.doubts: set[Doubt] = set()
+        self.doubts: frozenset[Doubt] = frozenset()
+
+    def leave(self, grant: GrantId) -> None:
+        """Forget a grant, if it is known; a dictionary that was filled once never shrinks."""
+        self.grants.pop(grant, None)
+        if not self.grants:
+            self.grants = {}
 
     def next_attempt(self) -> None:
         """What was verified and sent counts for one attempt only."""

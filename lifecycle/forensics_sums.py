@@ -114,16 +114,16 @@ def summed(
 def _doubt(inquiry: Inquiry, story: Story, missing: Sequence[Missing], *, unlocated: bool) -> None:
     """Add what the log as a whole says against clearing this request."""
     if story.gap:
-        story.doubts.add(Doubt.OWN_ENTRIES_MISSING)
+        story.doubts |= {Doubt.OWN_ENTRIES_MISSING}
     if inquiry.any_verified and story.told is Told.ANSWER and not story.compared:
-        story.doubts.add(Doubt.NOT_VERIFIED)
+        story.doubts |= {Doubt.NOT_VERIFIED}
     if not story.unchecked:
         return
     first, last = story.first_position, story.ended_position
     # A gap before its first entry may hold a late write, but no entry of its own.
     hit = any(gap.first <= last and (gap.last is None or gap.last >= first) for gap in missing)
     if unlocated or hit:
-        story.doubts.add(Doubt.GAP_IN_LOG)
+        story.doubts |= {Doubt.GAP_IN_LOG}
 
 
 def _response(story: Story) -> Response:
