@@ -202,7 +202,7 @@ class Simulation:
                 digest=length_digest,
                 clock=self.clock,
                 memory=self.memory,
-                send=up.send,
+                wire=up,
                 owner=self._decode_core,
             )
         else:
@@ -213,7 +213,7 @@ class Simulation:
                 digest=length_digest,
                 clock=self.clock,
                 memory=self.memory,
-                send=up.send,
+                wire=up,
             )
         self.engines[party] = one
         self._down[party] = Wire(self.clock, delay_ns=self.costs.control_ns, deliver=one.hear)

@@ -9,7 +9,7 @@ What was asked for first comes first among equals, so a run depends on nothing b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -60,6 +60,13 @@ class Wire(Generic[T]):
         if not self._items:
             self._clock.at(due, self._arrive)
         self._items.append((due, item))
+
+    def send_all(self, items: Iterable[T]) -> None:
+        """Put items on the wire, one behind the other."""
+        due = self._clock.now_ns + self._delay_ns
+        if not self._items:
+            self._clock.at(due, self._arrive)
+        self._items.extend([(due, item) for item in items])
 
     def _arrive(self) -> None:
         arrived: list[T] = []

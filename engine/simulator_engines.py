@@ -25,7 +25,7 @@ from engine.effects import (
     VerifyPages,
 )
 from engine.prefill import Posted, PrefillCore
-from engine.simulator_clock import Clock
+from engine.simulator_clock import Clock, Wire
 from engine.simulator_memory import TracedMemory
 from engine.simulator_values import Cluster, Costs
 from engine.world_memory import count_reads
@@ -43,10 +43,10 @@ class SimulatedEngine:
 
     core: PrefillCore | DecodeCore
 
-    def __init__(self, *, clock: Clock, memory: TracedMemory, send: Callable[[Up], None]) -> None:
+    def __init__(self, *, clock: Clock, memory: TracedMemory, wire: Wire[Up]) -> None:
         self.clock = clock
         self.memory = memory
-        self._send = send
+        self._wire = wire
         self._computing = False
 
     def hear(self, items: list[Down]) -> None:
@@ -65,7 +65,7 @@ class SimulatedEngine:
         """Perform effects in their order."""
         for effect in effects:
             if isinstance(effect, Propose):
-                self._send(effect.proposal)
+                self._wire.send(effect.proposal)
             else:
                 self._do(effect)
 
@@ -107,11 +107,11 @@ class SimulatedPrefill(SimulatedEngine):
         digest: Keyed,
         clock: Clock,
         memory: TracedMemory,
-        send: Callable[[Up], None],
+        wire: Wire[Up],
         owner: Callable[[Party], DecodeCore],
     ) -> None:
         """`owner` finds the core whose pages a write targets."""
-        super().__init__(clock=clock, memory=memory, send=send)
+        super().__init__(clock=clock, memory=memory, wire=wire)
         pages = cluster.prefill_pool_tokens // cluster.page_tokens
         self.core = PrefillCore(
             party,
@@ -165,9 +165,9 @@ class SimulatedDecode(SimulatedEngine):
         digest: Keyed,
         clock: Clock,
         memory: TracedMemory,
-        send: Callable[[Up], None],
+        wire: Wire[Up],
     ) -> None:
-        super().__init__(clock=clock, memory=memory, send=send)
+        super().__init__(clock=clock, memory=memory, wire=wire)
         pages = cluster.decode_pool_tokens // cluster.page_tokens
         self.core = DecodeCore(
             party,
@@ -189,11 +189,12 @@ class SimulatedDecode(SimulatedEngine):
 
     def _step_ended(self, step: Step) -> None:
         finished: dict[RequestId, Finished] = {}
+        ran: list[Up] = []
         now, requests = self.clock.now_ns, self.core.log.requests
         for part in step.slices:
             assert isinstance(part, DecodeSlice), "a decode step has decode slices"
             self.memory.append(self.core, part)
-            self._send(part)
+            ran.append(part)
             admitted = requests[part.request].admitted
             if admitted is not None and part.index + 1 >= admitted.new_tokens_max:
                 self.memory.read(self.core, part, part.position + 1)
@@ -201,6 +202,7 @@ class SimulatedDecode(SimulatedEngine):
                 finished[part.request] = Finished(
                     FinishReason.LENGTH, part.index + 1, now, b"", pages, pages, 0
                 )
+        self._wire.send_all(ran)
         self.act(self.core.step_ended(step, finished=finished))
 
     def _do(self, effect: EngineEffect) -> None:
