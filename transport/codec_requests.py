@@ -61,8 +61,10 @@ def encode_admitted(event: Admitted) -> pb.Admitted:
 
 
 def decode_admitted(message: pb.Admitted) -> Admitted:
-    require(message, "prefill")
-    require(message, "decode")
+    if not message.HasField("prefill"):
+        require(message, "prefill")
+    if not message.HasField("decode"):
+        require(message, "decode")
     return Admitted(
         prompt_tokens=message.prompt_tokens,
         prompt_digest=message.prompt_digest,
@@ -118,16 +120,18 @@ def encode_reserved(event: Reserved) -> pb.Reserved:
 
 
 def decode_reserved(message: pb.Reserved) -> Reserved:
-    require(message, "grant")
-    require(message, "tokens")
+    if not message.HasField("grant"):
+        require(message, "grant")
+    if not message.HasField("tokens"):
+        require(message, "tokens")
     return Reserved(
-        grant=decode_grant(message.grant),
-        purpose=PURPOSES.decode(message.purpose),
-        pages=decode_pages(message.pages),
-        tokens=decode_tokens(message.tokens),
-        kind=message.kind,
-        tag=message.tag,
-        parties=tuple(decode_party(party) for party in message.parties),
+        decode_grant(message.grant),
+        PURPOSES.decode(message.purpose),
+        decode_pages(message.pages),
+        decode_tokens(message.tokens),
+        message.kind,
+        message.tag,
+        tuple([decode_party(party) for party in message.parties]),
     )
 
 
@@ -144,16 +148,18 @@ def encode_transferred(event: Transferred) -> pb.Transferred:
 
 
 def decode_transferred(message: pb.Transferred) -> Transferred:
-    require(message, "grant")
-    require(message, "tokens")
+    if not message.HasField("grant"):
+        require(message, "grant")
+    if not message.HasField("tokens"):
+        require(message, "tokens")
     return Transferred(
-        grant=decode_grant(message.grant),
-        tokens=decode_tokens(message.tokens),
-        pages=decode_pages(message.pages),
-        size_bytes=message.size_bytes,
-        digest=message.digest,
-        step=message.step,
-        steps_ended=message.steps_ended,
+        decode_grant(message.grant),
+        decode_tokens(message.tokens),
+        decode_pages(message.pages),
+        message.size_bytes,
+        message.digest,
+        message.step,
+        message.steps_ended,
     )
 
 
@@ -166,8 +172,10 @@ def encode_drained(event: Drained) -> pb.Drained:
 
 
 def decode_drained(message: pb.Drained) -> Drained:
-    require(message, "grant")
-    require(message, "party")
+    if not message.HasField("grant"):
+        require(message, "grant")
+    if not message.HasField("party"):
+        require(message, "party")
     return Drained(
         grant=decode_grant(message.grant),
         party=decode_party(message.party),
@@ -265,7 +273,8 @@ def encode_quarantined(event: Quarantined) -> pb.Quarantined:
 
 
 def decode_quarantined(message: pb.Quarantined) -> Quarantined:
-    require(message, "grant")
+    if not message.HasField("grant"):
+        require(message, "grant")
     return Quarantined(
         grant=decode_grant(message.grant),
         cause=QUARANTINE_CAUSES.decode(message.cause),
@@ -279,7 +288,8 @@ def encode_released(event: Released) -> pb.Released:
 
 
 def decode_released(message: pb.Released) -> Released:
-    require(message, "grant")
+    if not message.HasField("grant"):
+        require(message, "grant")
     return Released(
         grant=decode_grant(message.grant),
     )
@@ -297,7 +307,8 @@ def encode_dropped(event: Dropped) -> pb.Dropped:
 
 
 def decode_dropped(message: pb.Dropped) -> Dropped:
-    require(message, "party")
+    if not message.HasField("party"):
+        require(message, "party")
     return Dropped(
         party=decode_party(message.party),
         number=message.number,

@@ -114,7 +114,8 @@ class Capture:
                 self._miss(self._next, position - 1, "not in the log", time_ns)
                 if len(self.unknown) < _REASONS_MAX:
                     self.unplaced = 0
-            self._next = max(self._next, position + 1)
+            if position >= self._next:
+                self._next = position + 1
         self._last_ns = max(self._last_ns, time_ns)
 
     def joined(self) -> Iterator[tuple[int, Entry, bool]]:
