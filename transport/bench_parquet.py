@@ -19,7 +19,7 @@ from lifecycle.ids import EPOCH_DIGITS, FLEET, SERIAL_DIGITS
 from transport import exposures_sql
 from transport import parquet_schema as schema
 from transport.forensics_read import open_capture, uncollected
-from transport.parquet import MEANS, ONE_THREAD, Means, connect, copy_options, quoted, write_parquet
+from transport.parquet import MEANS, Means, connect, copy_options, quoted, write_parquet
 from transport.parquet_read import open_parquet
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 COPIES_MOST = 40
 """Copies that one statement makes; a longer table is made in several rounds."""
+COPY_SUFFIX = ".copy"
 
 
 @attrs.frozen
@@ -108,7 +109,6 @@ def repeated(base: Path, table: Path, rows: int, means: Means = MEANS) -> int:
     proposals and grants repeat their numbers.  The result has at least so many rows.
     """
     with closing(connect(means)) as connection:
-        connection.execute(ONE_THREAD)
         made, count = base, _read_base(connection, base).entries
         rounds = 0
         while count < rows:
@@ -117,6 +117,8 @@ def repeated(base: Path, table: Path, rows: int, means: Means = MEANS) -> int:
             rounds += 1
             target = table.with_name(f"{table.name}.{rounds}")
             connection.execute(_copies(made, target, about, copies))
+            for name in table.parent.glob(f"*{COPY_SUFFIX}"):
+                name.unlink()
             if made != base:
                 made.unlink()
             made = target
@@ -141,32 +143,38 @@ def _read_base(connection: duckdb.DuckDBPyConnection, path: Path) -> _Base:
 
 
 def _copies(source: Path, target: Path, about: _Base, copies: int) -> str:
-    """The statement that writes so many copies, and their account as the last row."""
-    parts = [_part(source, about, number) for number in range(copies)]
+    """The statement that writes so many copies, and their account as the last row.
+
+    Each copy is the file by a name of its own, for one scan of many files keeps their order, which
+    a union of scans was seen to lose.
+    """
+    names = []
+    for number in range(copies):
+        name = target.with_name(f"{target.name}.{number}{COPY_SUFFIX}")
+        name.symlink_to(source)
+        names.append(quoted(str(name)))
     entries = about.fleet + copies * (about.entries - about.fleet)
     account = {**json.loads(about.account), "entries": entries, "head": None}
-    values = {"record": quoted(schema.ACCOUNT), "document": quoted(json.dumps(account))}
-    last = ", ".join(f"{values.get(name, 'NULL')} AS {name}" for name in schema.columns())
-    query = " UNION ALL ".join([*parts, f"SELECT {last}"])
-    options = copy_options(source="custody", foreign=False)
-    return f"COPY ({query}) TO {quoted(str(target))} {options}"
-
-
-def _part(source: Path, about: _Base, number: int) -> str:
-    later_ns, start = number * about.span_ns, EPOCH_DIGITS + 1
-    serial = f"('0x' || request[-{SERIAL_DIGITS}:])::BIGINT + {number * about.serials}"
+    start, copy = EPOCH_DIGITS + 1, "copy"
     moved = {
-        "position": f"(position + {number * (about.entries - about.fleet)})::UBIGINT",
-        "time_ns": f"(time_ns + {later_ns})::UBIGINT",
-        "request": f"request[:{start}] || printf('%0{SERIAL_DIGITS}x', {serial})",
+        "position": f"(position + {copy} * {about.entries - about.fleet})::UBIGINT",
+        "time_ns": f"(time_ns + {copy} * {about.span_ns})::UBIGINT",
+        "request": f"CASE request WHEN {quoted(FLEET)} THEN request ELSE request[:{start}] || "
+        f"printf('%0{SERIAL_DIGITS}x', ('0x' || request[-{SERIAL_DIGITS}:])::BIGINT "
+        f"+ {copy} * {about.serials}) END",
         "finished": "CASE WHEN finished IS NOT NULL THEN struct_update(finished, first_token_ns := "
-        f"(finished.first_token_ns + {later_ns})::UBIGINT) END",
+        f"(finished.first_token_ns + {copy} * {about.span_ns})::UBIGINT) END",
+        "document": f"CASE record WHEN {quoted(schema.ACCOUNT)} "
+        f"THEN {quoted(json.dumps(account))} END",
     }
     columns = ", ".join(
-        f"{moved[name]} AS {name}" if number and name in moved else name
-        for name in schema.columns()
+        f"{moved[name]} AS {name}" if name in moved else name for name in schema.columns()
     )
-    condition = f"record = {quoted(schema.ENTRY)}"
-    if number:
-        condition += f" AND request <> {quoted(FLEET)}"
-    return f"SELECT {columns} FROM read_parquet({quoted(str(source))}) WHERE {condition}"
+    return (
+        f"COPY (SELECT {columns} FROM (SELECT *, regexp_extract(filename, "
+        f"'([0-9]+){COPY_SUFFIX}$', 1)::BIGINT AS copy "
+        f"FROM read_parquet([{', '.join(names)}], filename = true)) "
+        f"WHERE (copy = 0 OR request <> {quoted(FLEET)} OR request IS NULL) "
+        f"AND (record = {quoted(schema.ENTRY)} OR copy = {copies - 1})) "
+        f"TO {quoted(str(target))} {copy_options(source='custody', foreign=False)}"
+    )

@@ -102,8 +102,7 @@ def write_parquet(
     """
     partial = output.with_name(output.name + ".partial")
     connection = connect()
-    # Several threads were seen to write one batch of rows behind all others; entries are made by one
-    # in any case, so nothing is lost.
+    # Entries are made by one thread in any case, and the order of rows then hangs on nothing else.
     connection.execute(ONE_THREAD)
     try:
         count = _copied(connection, capture, partial, told)
