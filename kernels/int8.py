@@ -99,7 +99,7 @@ def _scaled(wide: Tensor, scales: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`x` [rows, in] times the transposed matrix, plus the bias: [rows, out] of the type of `x`.
 
-    Rounded weights are widened slice by slice, which costs a fiftieth of the product where there
+    Rounded weights are widened slice by slice, which costs a twentieth of the product where there
     are many rows.
     """
     if isinstance(weight, Tensor):
