@@ -27,6 +27,7 @@ from tests.captures import FOLDER, state_hash
 from tests.test_cli import bare  # noqa: F401 - a fixture for every test here
 from transport import cli, codec, replay_text
 from transport.aside import DiskAside
+from transport.bench_forensics import OPEN, Traffic
 from transport.forensics_read import SegmentCapture, open_capture
 from transport.replaying import taken, wanted
 from transport.seek_build import Built, NotIndexed, build
@@ -188,6 +189,18 @@ def test_what_is_put_aside_changes_nothing(entries: list[Entry], seed: int) -> N
         if known is not None:
             thrifty.history.requests[name] = known
     assert state_hash(thrifty.history) == state_hash(plain.history)
+
+
+def test_a_long_replay_holds_what_is_open_and_the_latest_that_is_over() -> None:
+    """However many requests there were, no more are in memory than run, and a few behind them."""
+    aside = DiskAside(latest=20)
+    replayer = Replayer(aside=aside)
+    most = 0
+    for position, entry in enumerate(Traffic().entries(6_000), start=1):
+        assert replayer.take(position, entry) is None
+        most = max(most, len(replayer.history.requests) + aside.in_memory)
+    assert replayer.report().requests > 500
+    assert most <= OPEN + 40
 
 
 @pytest.mark.parametrize("entries", LOGS)

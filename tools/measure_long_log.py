@@ -28,6 +28,14 @@ ENTRIES = 10_000_000
 LIMIT_MIB = 512
 EARLY = "00000001-000000000001"
 """A request at the log's beginning."""
+CHILD = """
+import resource, sys
+from transport.cli import main
+try:
+    main()
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
 
 
 def write(folder: Path, entries: int, *, segment_bytes: int = SEGMENT_BYTES) -> int:
@@ -73,16 +81,12 @@ def limited(arguments: Sequence[str], *, limit_bytes: int) -> dict[str, Any]:
 
     began = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    child = "from transport.cli import main; import resource, sys\n" + (
-        "try: main()\n"
-        "finally: print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
-    )
-    done = subprocess.run(  # noqa: S603 - our own command line
-        [sys.executable, "-c", child, *arguments],
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *arguments],
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=limit,  # noqa: PLW1509 - one thread, and nothing but a limit
+        preexec_fn=limit,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     peaks = [line for line in done.stderr.splitlines() if line.startswith("peak ")]

@@ -66,6 +66,11 @@ class DiskAside:
         self._batches = 0
         self._read: OrderedDict[int, dict[RequestId, RequestState]] = OrderedDict()
 
+    @property
+    def in_memory(self) -> int:
+        """How many of them are not on disk."""
+        return len(self._latest)
+
     def put(self, state: RequestState) -> None:
         """Keep this in place of what was kept of the same request before."""
         self._latest[state.request] = state
