@@ -242,7 +242,6 @@ def test_a_hung_engine_that_wakes_up_begins_another_life(tmp_path: Path, tiny: P
         answer = here.ask(text_request("hello", 4))
         legs = [e.decode for e in here.events(answer.request) if isinstance(e, Admitted)]
         assert legs[0].incarnation > old
-        for name in ("prefill-0", "decode-0"):
-            process = here.children[name].process_id
-            here.wait_until("one pool is mapped", lambda at=process: pools_mapped(at) == 1)
+        processes = [here.children[name].process_id for name in ("prefill-0", "decode-0")]
+        here.wait_until("one pool is mapped", lambda: [*map(pools_mapped, processes)] == [1, 1])
         here.wait_whole()
