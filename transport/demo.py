@@ -15,10 +15,10 @@ from pathlib import Path
 import attrs
 
 from engine.store import Stored
+from lifecycle.ends import Ends
 from lifecycle.events import Admitted, Rejected, Released
 from lifecycle.history import History
 from lifecycle.replay import Replayer
-from lifecycle.tally import Tally
 from lifecycle.wording import counted
 from transport.child import Child, ChildFailed
 from transport.client import Client, Refused, Unreachable
@@ -289,10 +289,10 @@ def _replay(story: Story, log: Path) -> None:
     with ExitStack() as stack:
         capture = open_capture(log, stack)
         replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
-        tally = Tally(replayer.history)
-        replayed(capture, replayer, tally)
+        ends = Ends(replayer)
+        replayed(capture, replayer, ends)
         report = replayer.report(whole=capture.whole)
-        lines = tuple(replay_lines(capture, report, report.findings, tally))
+        lines = tuple(replay_lines(capture, report, report.findings, ends))
     story.say_all(lines)
     if lines[-1] != "clean":
         raise Differs("the log replays clean")
