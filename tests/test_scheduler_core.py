@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -9,6 +11,7 @@ import pytest
 
 from engine import sequencer
 from engine.core import LogDivergedError
+from engine.digests import Keyed
 from engine.effects import Answer, Append, Publish, TellOutcome
 from engine.prefill import Posted
 from engine.scheduler import RefusedEngineError, Scheduler
@@ -541,6 +544,29 @@ def test_a_draining_engine_finishes_what_it_has_and_gets_nothing_new() -> None:
     driver.join(Role.DECODE, Party(EngineId("d1"), 1, 0))
     driver.run()
     assert isinstance(driver.outcomes[second], Finished)
+
+
+def test_a_prompt_is_digested_once_by_each_engine() -> None:
+    """A long prompt is compared with its admission at every news, and read only at the first."""
+    driver = _pair()
+    digested = Counter[Party]()
+    for party, core in driver.cores.items():
+
+        def counted(
+            request: RequestId,
+            tokens: Sequence[int],
+            *,
+            party: Party = party,
+            digest: Keyed = core._digest,
+        ) -> bytes:
+            digested[party] += 1
+            return digest(request, tokens)
+
+        core._digest = counted
+    request = driver.submit()
+    driver.run()
+    assert isinstance(driver.outcomes[request], Finished)
+    assert digested == dict.fromkeys(driver.cores, 1)
 
 
 def test_an_engine_that_joins_a_later_attempt_is_shown_the_beginning() -> None:
