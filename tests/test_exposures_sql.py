@@ -7,18 +7,33 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import attrs
 import duckdb
 import pytest
 
 from examples.incident.__main__ import FIRST, SECOND
 from examples.incident.simulation import Setup, simulate
+from lifecycle.events import Released, Transferred
 from lifecycle.forensics_exposures import Inquiry
-from lifecycle.ids import FLEET
+from lifecycle.ids import FLEET, PageRange
+from tests import handmade
 from tests.captures import FOLDER
 from tests.handmade import ONE, TWO
 from tests.odd_logs import odd_log
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
-from tests.test_exposures import first_answered, short_handoff, snapshot_of
+from tests.test_exposures import (
+    SECOND as SECOND_GRANT,
+)
+from tests.test_exposures import (
+    SECOND_SOURCE,
+    Careless,
+    first_answered,
+    late_write,
+    of_two,
+    second,
+    short_handoff,
+    snapshot_of,
+)
 from tests.test_forensics_bad_input import TABLE, Maker
 from tests.test_parquet import converted
 from transport import cli, forensics_text
@@ -86,6 +101,65 @@ def test_late_writes_are_found_in_sql(tmp_path: Path) -> None:
     answered = agreed(incident(SECOND, tmp_path / "x.jsonl"), tmp_path)
     assert answered.sql
     assert answered.exposures.affected.most > answered.exposures.affected.least > 0
+
+
+def landing_late() -> Careless:
+    """A reader that compared everything, and a write of somebody else after that."""
+    log = Careless()
+    log.say(handmade.admitted(), handmade.source(), handmade.destination())
+    log.say(handmade.transferred(0, 4), handmade.ABORTED)
+    log.say(Released(handmade.SOURCE), Released(handmade.DESTINATION))
+    whole_handoff(log, handmade.transferred(grant=SECOND_GRANT))
+    log.say(handmade.transferred(4, 6))
+    return of_two(log, handmade.finished())
+
+
+def misplaced() -> Careless:
+    """A whole hand-off whose bytes went to other pages than those that are read."""
+    elsewhere = attrs.evolve(handmade.transferred(grant=SECOND_GRANT), pages=(PageRange(5, 2),))
+    return of_two(whole_handoff(first_answered(), elsewhere), handmade.finished())
+
+
+def source_reused() -> Careless:
+    """Pages that were given back and granted to another request before they were copied."""
+    log = Careless()
+    log.say(handmade.admitted(), handmade.source(), handmade.destination())
+    log.say(Released(handmade.SOURCE))
+    log.say(handmade.source(grant=SECOND_SOURCE), request=TWO)
+    log.say(handmade.transferred(), handmade.drained(), handmade.verified())
+    return log.say(handmade.finished())
+
+
+def whole_handoff(log: Careless, transferred: Transferred) -> Careless:
+    """Request two is handed its prompt over by this write."""
+    return of_two(
+        log,
+        handmade.admitted(),
+        handmade.source(grant=SECOND_SOURCE),
+        second(),
+        transferred,
+        handmade.drained(grant=SECOND_GRANT),
+        handmade.verified(grants=(SECOND_GRANT,)),
+    )
+
+
+HANDMADE = {
+    "short": lambda: short_handoff(first_answered()),
+    "door left open": lambda: late_write(Careless(), told=False),
+    "late write": lambda: late_write(Careless(), told=True),
+    "late write to a reader that compared": landing_late,
+    "misplaced": misplaced,
+    "source reused": source_reused,
+}
+
+
+@pytest.mark.parametrize("name", HANDMADE)
+def test_tables_clear_nobody_whom_the_pass_does_not(name: str, tmp_path: Path) -> None:
+    """Each way in which a read goes wrong keeps the reader from being cleared in SQL."""
+    log = write_log(tmp_path / "x.jsonl", HANDMADE[name]().entries)
+    answered = agreed(log, tmp_path)
+    assert answered.sql
+    assert answered.exposures.affected.most > 0
 
 
 BAD = [maker for maker, codes in TABLE.items() if set(codes) != {5}]
