@@ -64,7 +64,7 @@ class TestInMemory:
         log = tmp_path / "walk.jsonl"
         write_log(rounds[0].walk.log, log)
         assert cli.run(["exposures", str(log)]) == 1
-        assert "tenant second read bytes of first: 1 answers" in capsys.readouterr().out
+        assert "tenant second read bytes of first: 1 answer" in capsys.readouterr().out
         assert cli.run(["replay", str(log)]) == 1
         assert "capacity-proved/prefill" in capsys.readouterr().out
         assert all(one.walk.named for one in rounds)
