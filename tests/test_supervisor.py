@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import anyio
 import pytest
@@ -12,7 +16,7 @@ import pytest
 from transport import supervisor
 from transport.settings import InvalidSetting, PoolSettings, SchedulerSettings
 from transport.supervised_parts import Parts
-from transport.supervisor import Started, supervise
+from transport.supervisor import Started, _Child, supervise
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 STUB = Path(__file__).with_name("part_stub.py")
@@ -249,3 +253,17 @@ async def test_a_deployment_needs_both_roles(name: str) -> None:
     counts = {"prefill": 1, "decode": 1, name: 0}
     with pytest.raises(InvalidSetting, match=f"{name} = 0"):
         Parts(**counts, scheduler=SchedulerSettings(), pool=PoolSettings())
+
+
+def test_a_signal_takes_no_exit_code_away() -> None:
+    """Who is signalled while nobody has waited for its end keeps its code for who does."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        child = _Child(
+            "decode-0",
+            cast("anyio.abc.Process", process),
+            on_ready=lambda: None,
+            on_lost=lambda *_said: None,
+        )
+        child.send(signal.SIGTERM)
+        assert os.waitpid(process.pid, 0) == (process.pid, 0)

@@ -70,6 +70,10 @@ class _Child:
         self.address = ""
         self.told = False
         self.given_up = ""
+        self._handle: int | None = None
+        # One that has ended and been waited for already needs no signal.
+        with suppress(ProcessLookupError):
+            self._handle = os.pidfd_open(process.pid)
 
     async def watch(self) -> None:
         """Read what it announces, and wait for its end."""
@@ -82,6 +86,7 @@ class _Child:
             # What is no announcement is discarded, however long it is.
             text = text[:LINE_CHARACTERS_MAX]
         await self.process.wait()
+        self._close_handle()
         self.ended.set()
         # Nobody waits for an announcement that cannot come any more.
         self.settled.set()
@@ -102,9 +107,20 @@ class _Child:
             case _:
                 pass
 
-    def signal_end(self) -> None:
-        with suppress(ProcessLookupError):
-            self.process.terminate()
+    def send(self, number: signal.Signals) -> None:
+        """Signal it unless it has ended.
+
+        By its own handle: `Process.terminate` asks first whether it has ended, and so takes the
+        exit code away from whoever waits for it.
+        """
+        if self._handle is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, number)
+
+    def _close_handle(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 def exit_text(code: int | None) -> str:
@@ -223,24 +239,24 @@ class _Deployment:
     async def _pass_on(self, hurry: anyio.Event) -> None:
         await hurry.wait()
         for scheduler in self.children[:1]:
-            scheduler.signal_end()
+            scheduler.send(signal.SIGTERM)
 
     async def _end(self, *, drain_seconds: float) -> bool:
         clean = True
         for scheduler in self.children[:1]:
-            scheduler.signal_end()
+            scheduler.send(signal.SIGTERM)
             with anyio.move_on_after(drain_seconds + LEAVE_SECONDS) as patience:
                 await scheduler.settled.wait()
             if patience.cancelled_caught:
                 self._complain(f"{scheduler.name} (process {scheduler.process.pid}) did not settle")
                 clean = False
         for engine in self.children[1:]:
-            engine.signal_end()
+            engine.send(signal.SIGTERM)
         for group in (self.children[1:], self.children[:1]):
             if group == self.children[:1]:
                 # Who else is connected was not told to leave, and is not waited for.
                 for scheduler in group:
-                    scheduler.signal_end()
+                    scheduler.send(signal.SIGTERM)
             with anyio.move_on_after(LEAVE_SECONDS):
                 for child in group:
                     await child.ended.wait()
@@ -272,8 +288,7 @@ class _Deployment:
             await child.process.aclose()
 
     def kill(self, child: _Child) -> None:
-        with suppress(ProcessLookupError):
-            child.process.kill()
+        child.send(signal.SIGKILL)
 
 
 async def supervise(
