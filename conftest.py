@@ -5,7 +5,7 @@ Must not know: any module under test.
 """
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio.lowlevel
@@ -53,6 +53,17 @@ async def one_event_loop(anyio_backend: str) -> AsyncIterator[str]:
     """
     yield anyio_backend
     await anyio.lowlevel.checkpoint()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread, as engines beside each other do; tests of threads say so."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,7 @@ STEPS = 3
 TOLERANCE = 2e-4
 LENGTHS = (1, 7, 8, 9, 31, 40, 63, 64, 2, 17, 33, 5, 80, 12, 24, 55)
 """Tokens of each sequence before the first step: one, full last pages, and several parts."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is compared runs on as many threads as the test says."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

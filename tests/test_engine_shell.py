@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -333,6 +333,9 @@ async def test_an_engine_that_does_not_fit_is_refused(directory: Path) -> None:
 # --- a scheduler that misbehaves ------------------------------------------------------------------
 
 
+S = TypeVar("S", bound=fleet_pb2_grpc.FleetServiceServicer)
+
+
 class Scripted(fleet_pb2_grpc.FleetServiceServicer):
     """Answers each stream's hello with the next prepared items, and keeps what it hears."""
 
@@ -356,9 +359,8 @@ class Scripted(fleet_pb2_grpc.FleetServiceServicer):
 
 
 @asynccontextmanager
-async def scripted(*answers: list[fleet_pb2.SchedulerItem]) -> AsyncIterator[tuple[Scripted, str]]:
+async def serving(servicer: S) -> AsyncIterator[tuple[S, str]]:
     """Such a scheduler and its address."""
-    servicer = Scripted(*answers)
     server = grpc.aio.server()
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -405,14 +407,17 @@ async def test_a_refusal_ends_the_process(
     directory: Path, reason: fleet_pb2.AttachRefusal.ValueType, code: int
 ) -> None:
     """Each refusal has its exit code."""
-    async with scripted([refused(reason)]) as (_, address):
+    async with serving(Scripted([refused(reason)])) as (_, address):
         assert (await run_against(directory, address)).code == code
 
 
 async def test_a_shutting_down_scheduler_is_waited_for(directory: Path) -> None:
     """After a refusal for shutdown the engine comes again."""
     later = [refused(fleet_pb2.ATTACH_REFUSAL_LOST)]
-    async with scripted([refused(fleet_pb2.ATTACH_REFUSAL_SHUTDOWN)], later) as (served, address):
+    async with serving(Scripted([refused(fleet_pb2.ATTACH_REFUSAL_SHUTDOWN)], later)) as (
+        served,
+        address,
+    ):
         engine = await run_against(directory, address)
         assert (engine.code, served.streams) == (EXIT_REFUSED, 2)
 
@@ -422,7 +427,7 @@ async def test_a_stream_that_is_cancelled_by_the_other_side_is_opened_again(
 ) -> None:
     """A status of CANCELLED looks like a cancelled task to the library, and is none."""
     later = [refused(fleet_pb2.ATTACH_REFUSAL_LOST)]
-    async with scripted([], later) as (served, address):
+    async with serving(Scripted([], later)) as (served, address):
         served.status = grpc.StatusCode.CANCELLED
         engine = await run_against(directory, address)
         assert (engine.code, served.streams) == (EXIT_REFUSED, 2)
@@ -430,13 +435,15 @@ async def test_a_stream_that_is_cancelled_by_the_other_side_is_opened_again(
 
 async def test_an_older_scheduler_is_not_obeyed(directory: Path) -> None:
     """After epoch 5 a welcome of epoch 4 ends its stream, and nothing is sent on it."""
-    async with scripted(
-        [
-            welcome(5, inventory_wanted=True),
-            fleet_pb2.SchedulerItem(synced=fleet_pb2.Synced()),
-            welcome(4, inventory_wanted=True),
-        ],
-        [refused(fleet_pb2.ATTACH_REFUSAL_LOST)],
+    async with serving(
+        Scripted(
+            [
+                welcome(5, inventory_wanted=True),
+                fleet_pb2.SchedulerItem(synced=fleet_pb2.Synced()),
+                welcome(4, inventory_wanted=True),
+            ],
+            [refused(fleet_pb2.ATTACH_REFUSAL_LOST)],
+        )
     ) as (served, address):
         engine = await run_against(directory, address)
         inventories = [i.inventory for i in served.heard if i.WhichOneof("item") == "inventory"]
@@ -451,7 +458,7 @@ async def test_a_short_lease_shortens_the_wait_between_streams(directory: Path) 
     """Who tries again once a heartbeat reaches a new scheduler within any lease."""
     short = welcome(5, inventory_wanted=True)
     short.welcome.heartbeat_ns = 200_000_000
-    async with scripted([short, refused(fleet_pb2.ATTACH_REFUSAL_LOST)]) as (_, address):
+    async with serving(Scripted([short, refused(fleet_pb2.ATTACH_REFUSAL_LOST)])) as (_, address):
         engine = await run_against(directory, address)
     assert engine.shell._client.backoff_seconds_max == 0.2
 
@@ -464,14 +471,14 @@ async def test_a_log_that_breaks_a_rule_ends_the_process(directory: Path) -> Non
     entry.entry.proposer.by_scheduler.epoch = 5
     entry.entry.event.resumed.epoch = 5
     illegal = fleet_pb2.SchedulerItem(publication=entry)
-    async with scripted([welcome(5, inventory_wanted=True), illegal]) as (_, address):
+    async with serving(Scripted([welcome(5, inventory_wanted=True), illegal])) as (_, address):
         assert (await run_against(directory, address)).code == EXIT_BROKEN
 
 
 async def test_a_record_that_is_no_record_ends_the_process(directory: Path) -> None:
     """What cannot be decoded cannot be skipped either."""
     empty = fleet_pb2.SchedulerItem(publication=fleet_pb2.Publication(position=1))
-    async with scripted([welcome(5, inventory_wanted=True), empty]) as (_, address):
+    async with serving(Scripted([welcome(5, inventory_wanted=True), empty])) as (_, address):
         assert (await run_against(directory, address)).code == EXIT_BROKEN
 
 

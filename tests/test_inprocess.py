@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,15 +35,7 @@ from transport import refusals
 
 PAGE = 8
 LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + 1, 61]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Engines beside each other run on one thread each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

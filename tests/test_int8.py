@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,7 @@ from transport.engine_planes import fingerprint, page_layout
 from transport.settings import InvalidSetting, PoolSettings
 
 TOLERANCE = 3e-4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is compared runs on as many threads as the test says."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

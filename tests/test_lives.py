@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from tests.test_engine_shell import (
     fleet,
     params,
     refused,
+    serving,
     until,
     welcome,
 )
@@ -59,7 +59,7 @@ from transport.engine_hooks import EngineHooks
 from transport.engine_lives import end_life, open_engine, run_engine
 from transport.engine_shell import EXIT_DONE, EXIT_REFUSED
 from transport.fleet_client import PreviousLife
-from transport.pb import fleet_pb2, fleet_pb2_grpc
+from transport.pb import fleet_pb2
 from transport.planes.segment import Bytes, Mapping, copy_bytes
 from transport.planes.shared_memory import PLANE_NAME, SharedMemoryPlane, create_segment
 from transport.process_ends import this_process
@@ -114,21 +114,6 @@ class Reaching(Scripted):
         self.mappings.append(Mapping(Descriptor.decode(hello.endpoint, plane=PLANE_NAME)))
 
 
-@asynccontextmanager
-async def reaching(*answers: list[fleet_pb2.SchedulerItem]) -> AsyncIterator[tuple[Reaching, str]]:
-    """Such a scheduler and its address."""
-    servicer = Reaching(*answers)
-    server = grpc.aio.server()
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield servicer, f"127.0.0.1:{port}"
-    finally:
-        with anyio.CancelScope(shield=True):
-            await server.stop(0)
-
-
 class Remembering(EngineHooks):
     """Sees whether the planes of earlier lives, and so all that they hold, are gone."""
 
@@ -168,7 +153,7 @@ async def test_another_life_has_its_own_name_and_addresses(
     """It says which life it was and that this one is quiet; nothing of the old one is published."""
     joined = [welcome(5, inventory_wanted=True), SYNCED]
     left = refused(fleet_pb2.ATTACH_REFUSAL_LEFT)
-    async with reaching([*joined, LOST], [*joined, left]) as (served, address):
+    async with serving(Reaching([*joined, LOST], [*joined, left])) as (served, address):
         assert await lived(directory, address, role, plane=plane) == (EXIT_DONE, 1)
     first, second = served.hellos
     assert not first.HasField("previous")
@@ -184,7 +169,10 @@ async def test_what_lands_in_the_old_pool_is_read_by_nobody(directory: Path) -> 
     """A writer that has the old pool mapped writes into memory of its own; nobody maps it anew."""
     joined = [welcome(5, inventory_wanted=True), SYNCED]
     left = refused(fleet_pb2.ATTACH_REFUSAL_LEFT)
-    async with reaching([*joined, LOST], [*joined, LOST], [*joined, left]) as (served, address):
+    async with serving(Reaching([*joined, LOST], [*joined, LOST], [*joined, left])) as (
+        served,
+        address,
+    ):
         assert await lived(directory, address, Role.DECODE) == (EXIT_DONE, 1)
     assert len(served.mappings) == 3
     assert served.old_refused == [True] * 3
@@ -201,7 +189,7 @@ async def test_a_process_that_is_given_up_again_and_again_ends(
 ) -> None:
     """So many lives within a minute show that something is wrong with its place."""
     monkeypatch.setattr(engine_lives, "LIVES_MAX", 2)
-    async with reaching(*[[LOST]] * 4) as (served, address):
+    async with serving(Reaching(*[[LOST]] * 4)) as (served, address):
         assert await lived(directory, address, Role.PREFILL) == (EXIT_REFUSED, 0)
     assert served.streams == 3
 
@@ -213,7 +201,7 @@ async def test_who_has_lost_its_name_or_its_word_ends(
     directory: Path, reason: fleet_pb2.AttachRefusal.ValueType
 ) -> None:
     """Another process has the place, or only the process's end is a proof: it exits with 4."""
-    async with reaching([refused(reason)], [LOST]) as (served, address):
+    async with serving(Reaching([refused(reason)], [LOST])) as (served, address):
         assert await lived(directory, address, Role.PREFILL) == (EXIT_REFUSED, 0)
     assert served.streams == 1
 

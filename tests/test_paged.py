@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,15 +28,7 @@ HEADS = 6
 LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE + 5]
 TAGS = [0xFFF0000000000001, 0x7FF8000000000002, 0x3333]
 """Tags whose words are NaN when read as floats, so that a score that is used would show."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Results to the bit are compared on one thread, as engines beside each other run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Sequence:

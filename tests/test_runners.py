@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -58,15 +57,7 @@ TARGET = (PageRange(4, 1), PageRange(10, 4))
 STAGING = (PageRange(1, 3), PageRange(5, 2))
 DIGEST = keyed_digest(b"key")
 ONE = RequestId("one")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Engines beside each other run on one thread each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from transport.forensics_read import Capture, LinesCapture
 from transport.forensics_text import exposures_object
 from transport.json_values import to_json
 from transport.redaction import Redaction, broken_commitments
-from transport.signature import UnusableKey, public_key, sign, signature_problem
+from transport.signature import UnusableKey, fingerprint, public_key, sign, signature_problem
 
 FORMAT = "custody.bundle"
 VERSION = 1
@@ -308,7 +308,7 @@ def _signed(files: dict[str, bytes], key: bytes | None, problems: list[str]) -> 
     if problem:
         problems.append(f"{MANIFEST}: {problem}")
         return "", False
-    return hashlib.sha256(public).hexdigest()[:16], key is not None
+    return fingerprint(public), key is not None
 
 
 def _identities(files: dict[str, bytes], problems: list[str]) -> None:

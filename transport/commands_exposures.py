@@ -6,8 +6,7 @@ Must not know: how anything is found or worded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +55,7 @@ def exposures(
     """
     from transport import forensics_text
 
-    with _asked(log, memory_limit, temporary) as (capture, found):
-        pass
+    capture, found = _asked(log, memory_limit, temporary)
     if json:
         say_json(forensics_text.exposures_object(capture, found))
     else:
@@ -68,10 +66,9 @@ def exposures(
     return EXIT_OK if capture.whole else EXIT_UNREADABLE
 
 
-@contextmanager
 def _asked(
     log: Path, memory_limit: str | None, temporary: Path | None
-) -> Iterator[tuple[Capture, Exposures]]:
+) -> tuple[Capture, Exposures]:
     """A log with what is found in it: by the pass over its entries, or in SQL."""
     from lifecycle.forensics_exposures import Inquiry
     from transport.replaying import found_in, inquired
@@ -87,12 +84,11 @@ def _asked(
                 table = open_parquet(log, stack, Means(memory_limit, temporary))
             except UnusableMeans as error:
                 raise UsageError(f"--memory-limit, --temporary: {error}") from error
-            yield table, exposures_of(table).exposures
-        return
+            return table, exposures_of(table).exposures
     if memory_limit is not None or temporary is not None:
         raise UsageError("--memory-limit and --temporary are for Parquet, which is asked in SQL")
     with opened(log) as capture:
         inquiry = Inquiry(from_the_beginning=capture.claims_whole)
         for _ in inquired(capture, inquiry):
             pass
-        yield capture, found_in(capture, inquiry)
+        return capture, found_in(capture, inquiry)

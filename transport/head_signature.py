@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import attrs
 
-from transport.signature import UnusableKey, public_key, sign, signature_problem
+from transport.signature import UnusableKey, fingerprint, public_key, sign, signature_problem
 
 FORMAT = "custody.head"
 VERSION = 1
@@ -45,11 +44,6 @@ class Signed:
 def statement(position: int, head: bytes) -> bytes:
     """The bytes that are signed."""
     return f"{FORMAT} {VERSION}\nposition {position}\nhead {head.hex()}\n".encode()
-
-
-def fingerprint(pem: bytes) -> str:
-    """By what a public key is known: the beginning of its PEM's SHA-256, as a bundle prints it."""
-    return hashlib.sha256(pem).hexdigest()[:16]
 
 
 def signature_name(position: int) -> str:

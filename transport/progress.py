@@ -81,37 +81,15 @@ class Waiting:
             self._bar = None
 
 
-class Counting:
-    """How many entries have been seen and the time that has passed, until `stop`."""
+class Counting(Waiting):
+    """A waiting line that says how many entries have been seen, until `stop`."""
 
     def __init__(self, *, shown: bool) -> None:
-        self._bar = _progress("{task.description}", bar=False) if shown and on_terminal() else None
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task("reading", total=None)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+        super().__init__("reading", shown=shown and on_terminal())
 
     def __call__(self, count: int) -> None:
         """So many by now."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=f"{counted(count, 'entry', ',')}")
-
-    def stop(self) -> None:
-        """Remove it; again is nothing."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self.say(counted(count, "entry", ","))
 
 
 def _progress(text: str, *, bar: bool) -> Progress:

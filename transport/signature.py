@@ -6,6 +6,7 @@ Must not know: what is signed.
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def sign(key: bytes, data: bytes) -> tuple[bytes, bytes]:
         raise NoSignature("the signing key is no Ed25519 key")
     public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     return private.sign(data), public
+
+
+def fingerprint(pem: bytes) -> str:
+    """By what a public key is known: the first 16 hexadecimal digits of its PEM's SHA-256."""
+    return hashlib.sha256(pem).hexdigest()[:16]
 
 
 def public_key(pem: bytes) -> Ed25519PublicKey:
