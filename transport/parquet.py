@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -74,8 +75,8 @@ def connect(means: Means = MEANS) -> duckdb.DuckDBPyConnection:
     connection.execute("SET autoinstall_known_extensions = false")
     connection.execute("SET enable_progress_bar = false")
     # DuckDB makes this folder when it needs it, and takes it away again; its own choice would be one
-    # in the folder where the verb was started.
-    temporary = means.temporary or Path(tempfile.gettempdir()) / f"custody-{os.getpid()}"
+    # in the folder where the verb was started.  Nobody else can have made this one before.
+    temporary = means.temporary or Path(tempfile.gettempdir()) / f"custody-{secrets.token_hex(8)}"
     try:
         connection.execute(f"SET temp_directory = {quoted(str(temporary))}")
         if means.memory_limit is not None:
