@@ -74,11 +74,7 @@ def restore(snapshot: Snapshot, *, without: Iterable[str] = (), judging: bool = 
         violation = history.apply(entry)
         if violation is not None:
             raise UnfoldableSnapshot(position, violation)
-    for party, serial in snapshot.serials:
-        account = history.ledger.get(party)
-        if account is not None:
-            history.ledger[party] = attrs.evolve(account, serial=max(account.serial, serial))
-    history.time_ns = max(history.time_ns, snapshot.time_ns)
+    _go_on(history, snapshot)
     history.crossguards = judging
     return history
 
@@ -91,10 +87,15 @@ def refold(snapshot: Snapshot, *, evaluated: int = 0) -> History:
     history = History()
     for _, entry in snapshot.entries:
         history.take(entry)
+    _go_on(history, snapshot)
+    history.evaluated = evaluated
+    return history
+
+
+def _go_on(history: History, snapshot: Snapshot) -> None:
+    """Serials and time never go back, though the entries that brought them so far are gone."""
     for party, serial in snapshot.serials:
         account = history.ledger.get(party)
         if account is not None:
             history.ledger[party] = attrs.evolve(account, serial=max(account.serial, serial))
     history.time_ns = max(history.time_ns, snapshot.time_ns)
-    history.evaluated = evaluated
-    return history
