@@ -9,11 +9,14 @@ the tokens that it makes itself.  A read is its own if the last write to that sl
 the very grant through which it reads.  Reads are looked at when an attempt that read has ended;
 what lies between is judged by who wrote last before that.
 Nothing is taken from a status, and an unsettled question is a doubt, never a silence.
+
+Any request may still be named by a late write, so none is ever forgotten; with a shelf those that
+are over leave the memory and come back as they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lifecycle.events import (
@@ -32,10 +35,11 @@ from lifecycle.events import (
     Transferred,
     Verified,
 )
-from lifecycle.forensics_slots import SlotMap
+from lifecycle.forensics_slots import SlotMap, slots_of
 from lifecycle.forensics_story import Held, Story
 from lifecycle.forensics_values import Doubt, Read, Source, Told
-from lifecycle.ids import FLEET, EngineId, PageRange, Party, RequestId, TokenRange
+from lifecycle.ids import FLEET, EngineId, Party, RequestId, TokenRange
+from lifecycle.shelf import Shelf
 
 Write = tuple[Held, int, int]
 """Under which grant, at which position, and when."""
@@ -55,11 +59,18 @@ class Pool:
 
 
 class Inquiry:
-    """The pass: `take` every entry in the log's order, then look at `stories`."""
+    """The pass: `take` every entry in the log's order, then look at `everyone`.
 
-    def __init__(self, *, from_the_beginning: bool = True) -> None:
+    `stories` are those in memory.
+    """
+
+    def __init__(
+        self, *, from_the_beginning: bool = True, shelf: Shelf[Story] | None = None
+    ) -> None:
         """`from_the_beginning`: no entry before the first one taken is missing."""
         self.stories: dict[RequestId, Story] = {}
+        self._seen = 0
+        self._shelf = shelf
         self.pools: dict[Party, Pool] = {}
         self.capacities: dict[EngineId, int] = {}
         self.entries = 0
@@ -91,18 +102,49 @@ class Inquiry:
         if entry.request == FLEET:
             self._fleet(entry)
             return
-        story = self.stories.get(entry.request)
+        story = self._known(entry.request)
         if story is None:
-            story = Story(entry.request, position=position, time_ns=time_ns)
+            story = Story(entry.request, self._seen, position=position, time_ns=time_ns)
+            self._seen += 1
             self.stories[entry.request] = story
-        if entry.sequence != story.sequence:
-            if entry.sequence < story.sequence:
-                return
-            story.gap = True
-        story.sequence = entry.sequence + 1
-        handler = self._handlers.get(type(entry.event))
-        if handler is not None:
-            handler(story, position, entry, entry.event)
+        if entry.sequence >= story.sequence:
+            story.gap = story.gap or entry.sequence > story.sequence
+            story.sequence = entry.sequence + 1
+            handler = self._handlers.get(type(entry.event))
+            if handler is not None:
+                handler(story, position, entry, entry.event)
+        if self._shelf is not None and story.over:
+            del self.stories[story.request]
+            self._shelf.put(story)
+
+    def _known(self, request: RequestId) -> Story | None:
+        story = self.stories.get(request)
+        if story is None and self._shelf is not None:
+            story = self._shelf.find(request)
+            if story is not None:
+                self.stories[request] = story
+        return story
+
+    def story(self, request: RequestId) -> Story:
+        """What is known of this request.  Raises `KeyError` where no entry named it."""
+        story = self._known(request)
+        if story is None:
+            raise KeyError(request)
+        return story
+
+    def everyone(self) -> Iterator[Story]:
+        """Every request that was named, once, in no order; a second time in the same one."""
+        if self._shelf is not None:
+            yield from (
+                story for story in self._shelf.values() if story.request not in self.stories
+            )
+        yield from self.stories.values()
+
+    def names(self) -> Iterator[RequestId]:
+        """The name of every request, once, in no order."""
+        if self._shelf is not None:
+            yield from (name for name in self._shelf.names() if name not in self.stories)
+        yield from self.stories
 
     def lose(self) -> None:
         """Entries are missing here: memory that joins no more is not known from its beginning."""
@@ -143,7 +185,7 @@ class Inquiry:
             story.ended_position, story.ended_ns = position, entry.time_ns
 
     def _reserved(self, story: Story, position: int, entry: Entry, event: Reserved) -> None:
-        held = Held(story, event, position=position, attempt=entry.attempt)
+        held = Held(story.request, event, position=position, attempt=entry.attempt)
         story.grants[event.grant] = held
         if event.purpose is Purpose.DESTINATION:
             return
@@ -164,7 +206,7 @@ class Inquiry:
             unseen = Reserved(
                 event.grant, Purpose.GROWTH, event.pages, event.tokens, "", tag=1, parties=()
             )
-            held = Held(story, unseen, position=position, attempt=entry.attempt)
+            held = Held(story.request, unseen, position=position, attempt=entry.attempt)
         tokens = event.tokens
         held.used += tokens.count
         story.prefilled = max(story.prefilled, held.used)
@@ -188,7 +230,7 @@ class Inquiry:
             part = TokenRange(tokens.start - tokens.start % pool.page_tokens, tokens.stop)
             for start, stop, _ in slots_of(held.pages, part, pool.page_tokens, held.tokens.start):
                 for _a, _b, write in pool.slots.runs(start, stop):
-                    if write is not None and write[0].story is not story:
+                    if write is not None and write[0].request != story.request:
                         story.doubts |= {Doubt.SOURCE_REUSED}
 
     def _drained(self, story: Story, _position: int, _entry: Entry, event: Drained) -> None:
@@ -302,10 +344,11 @@ class Inquiry:
         size = pool.page_tokens
         first = slots[0] // size
         read_ns = story.first_token_ns or time_ns
-        writer, position, written_ns = None, 0, 0
+        writer, tenant, position, written_ns = None, "", 0, 0
         source = Source.NOBODY if pool.new else Source.BEFORE
         if write is not None:
-            source, writer = Source.REQUEST, write[0].story
+            source, writer = Source.REQUEST, write[0].request
+            tenant = self._tenant(writer)
             position, written_ns = write[1], write[2]
         story.reads.append(
             Read(
@@ -316,43 +359,21 @@ class Inquiry:
                 start=tokens[0],
                 stop=tokens[1],
                 source=source,
-                writer=None if writer is None else writer.request,
-                writer_tenant="" if writer is None else writer.tenant,
+                writer=writer,
+                writer_tenant=tenant,
                 written_position=position,
                 written_ns=written_ns,
                 read_ns=read_ns if written_ns <= read_ns else time_ns,
             )
         )
 
+    def _tenant(self, request: RequestId) -> str:
+        story = self.stories.get(request)
+        if story is None and self._shelf is not None:
+            story = self._shelf.find(request)
+        return "" if story is None else story.tenant
+
     def _look_at_doors(self, story: Story, pool: Pool, held: Held) -> None:
         for door in pool.doors:
             if door.released < held.position and door.overlaps(held):
                 story.doubts |= {Doubt.OPEN_DOOR}
-
-
-def slots_of(
-    pages: tuple[PageRange, ...], tokens: TokenRange, page_tokens: int, base: int | None = None
-) -> list[tuple[int, int, int]]:
-    """First slot, slot after the last, and first token of each run that these tokens lie in.
-
-    `pages` hold the tokens from `base` on; without a base they are just the pages of `tokens`,
-    whose first token then lies at its own place in the first page.  What the pages cannot hold
-    is left out.
-    """
-    skip = tokens.start % page_tokens if base is None else tokens.start - base
-    left, token = tokens.count, tokens.start
-    found = []
-    for run in pages:
-        room = run.count * page_tokens
-        if skip >= room:
-            skip -= room
-            continue
-        if left <= 0:
-            break
-        count = min(left, room - skip)
-        start = run.first * page_tokens + skip
-        found.append((start, start + count, token))
-        token += count
-        left -= count
-        skip = 0
-    return found

@@ -1,7 +1,7 @@
 """The token slots of one pool, and the last write of each.
 
-Owns: a map from slot numbers to a value, kept as runs, so that a grant of a million tokens is one
-change and no page number is too large.
+Owns: where tokens lie; a map from slot numbers to a value, kept as runs, so that a grant of a
+million tokens is one change and no page number is too large.
 Must not know: what a value means.
 
 Slot s of a pool is place s mod n of page s div n, n being the tokens that a page holds.
@@ -12,6 +12,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Generic, TypeVar
+
+from lifecycle.ids import PageRange, TokenRange
 
 V = TypeVar("V")
 
@@ -53,3 +55,31 @@ class SlotMap(Generic[V]):
     def __len__(self) -> int:
         """How many runs there are."""
         return len(self._starts)
+
+
+def slots_of(
+    pages: tuple[PageRange, ...], tokens: TokenRange, page_tokens: int, base: int | None = None
+) -> list[tuple[int, int, int]]:
+    """First slot, slot after the last, and first token of each run that these tokens lie in.
+
+    `pages` hold the tokens from `base` on; without a base they are just the pages of `tokens`,
+    whose first token then lies at its own place in the first page.  What the pages cannot hold
+    is left out.
+    """
+    skip = tokens.start % page_tokens if base is None else tokens.start - base
+    left, token = tokens.count, tokens.start
+    found = []
+    for run in pages:
+        room = run.count * page_tokens
+        if skip >= room:
+            skip -= room
+            continue
+        if left <= 0:
+            break
+        count = min(left, room - skip)
+        start = run.first * page_tokens + skip
+        found.append((start, start + count, token))
+        token += count
+        left -= count
+        skip = 0
+    return found

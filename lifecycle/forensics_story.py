@@ -9,22 +9,27 @@ One story is left of each request, so what is mostly empty is a value that all o
 
 from __future__ import annotations
 
-from lifecycle.events import RejectCode, Reserved
+from lifecycle.events import Purpose, RejectCode, Reserved
 from lifecycle.forensics_values import Doubt, Read, Told
 from lifecycle.ids import GrantId, PageRange, RequestId, TokenRange
 
 
 class Held:
-    """A grant: where it is, since when, and who may still write into it."""
+    """A grant: where it is, since when, and who may still write into it.
+
+    It names its request, whose story may have left the memory.
+    """
 
     __slots__ = (
-        *("attempt", "pages", "position", "purpose", "released", "story", "tokens", "undrained"),
-        "used",
+        *("attempt", "pages", "position", "purpose", "released", "request", "tokens"),
+        *("undrained", "used"),
     )
 
-    def __init__(self, story: Story, reserved: Reserved, *, position: int, attempt: int) -> None:
+    def __init__(
+        self, request: RequestId, reserved: Reserved, *, position: int, attempt: int
+    ) -> None:
         """As it was reserved at this position, in this attempt of its request."""
-        self.story = story
+        self.request = request
         self.attempt = attempt
         self.purpose = reserved.purpose
         self.pages: tuple[PageRange, ...] = reserved.pages
@@ -48,15 +53,16 @@ class Story:
 
     __slots__ = (
         *("attempt", "compared", "doubts", "ended_ns", "ended_position", "first_ns"),
-        *("first_position", "first_token_ns", "gap", "grants", "prefilled", "prompt_tokens"),
-        *("reads", "refused", "relayed", "request", "sequence", "tenant", "told", "verified"),
-        "unchecked",
+        *("first_position", "first_token_ns", "gap", "grants", "number", "prefilled"),
+        *("prompt_tokens", "reads", "refused", "relayed", "request", "sequence", "tenant", "told"),
+        *("unchecked", "verified"),
     )
 
-    def __init__(self, request: RequestId, *, position: int, time_ns: int) -> None:
-        """First seen here."""
+    def __init__(self, request: RequestId, number: int, *, position: int, time_ns: int) -> None:
+        """First seen here, after `number` others."""
         self.request = request
         self.tenant = ""
+        self.number = number
         self.first_position = position
         self.first_ns = time_ns
         self.sequence = 0
@@ -76,6 +82,19 @@ class Story:
         self.grants: dict[GrantId, Held] = {}
         self.reads: list[Read] = []
         self.doubts: frozenset[Doubt] = frozenset()
+
+    @property
+    def over(self) -> bool:
+        """Whether its client was told something and nobody is left who may write for it.
+
+        What it copied from is kept: a write that comes late all the same is compared with it.
+        """
+        if self.told is Told.NOTHING:
+            return False
+        for held in self.grants.values():
+            if not held.released or held.purpose is not Purpose.SOURCE:
+                return False
+        return True
 
     def leave(self, grant: GrantId) -> None:
         """Forget a grant, if it is known; a dictionary that was filled once never shrinks."""

@@ -6,6 +6,7 @@ Must not know: slots and writes; `forensics_exposures` found them.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -70,9 +71,10 @@ def summed(
     """
     unlocated = (not whole and not missing) or any(gap.last is None for gap in missing)
     responses = []
-    cleared: list[Story] = []
-    answers = 0
-    for story in inquiry.stories.values():
+    requests, answers = 0, 0
+    most = None if others is None else others.cleared_most
+    for story in inquiry.everyone():
+        requests += 1
         answered = story.told is Told.ANSWER
         answers += answered
         if answered or story.reads:
@@ -80,21 +82,19 @@ def summed(
             if story.reads or story.doubts:
                 responses.append(_response(story))
             elif answered:
-                cleared.append(story)
+                tokens, end_ns = most or (0, 0)
+                most = max(tokens, story.prompt_tokens), max(end_ns, story.ended_ns)
     certain = [r for r in responses if r.certain and r.told is Told.ANSWER]
     possible = sum(r.told is Told.ANSWER for r in responses)
     named = {read.writer for r in certain for read in r.reads if read.writer is not None}
     named_perhaps = {read.writer for r in responses for read in r.reads if read.writer is not None}
     lost = sum(gap.count for gap in missing)
     if others is None:
-        symptoms = (*lengths(inquiry.stories.values()), *_speeds(inquiry))
+        symptoms = (*_lengths(inquiry), *_speeds(inquiry))
         others = Others(inquiry.entries, inquiry.first_ns, inquiry.last_ns, 0, 0, None, symptoms)
-    ends = [(story.prompt_tokens, story.ended_ns) for story in cleared]
-    if others.cleared_most is not None:
-        ends.append(others.cleared_most)
     return Exposures(
         entries=others.entries,
-        requests=len(inquiry.stories) + others.requests,
+        requests=requests + others.requests,
         answers=answers + others.answers,
         first_ns=others.first_ns,
         last_ns=others.last_ns,
@@ -102,7 +102,7 @@ def summed(
         affected=Bounds(len(certain), possible),
         exposed=Bounds(len(named), len(named_perhaps)),
         pairs=_pairs(certain),
-        thresholds=_thresholds(inquiry, certain, ends),
+        thresholds=_thresholds(inquiry, certain, most),
         symptoms=others.symptoms,
         missing=tuple(missing),
         missing_positions=lost + unknown,
@@ -158,25 +158,19 @@ def _pairs(certain: Sequence[Response]) -> tuple[Pair, ...]:
 
 
 def _thresholds(
-    inquiry: Inquiry, certain: Sequence[Response], cleared: Sequence[tuple[int, int]]
+    inquiry: Inquiry, certain: Sequence[Response], cleared: tuple[int, int] | None
 ) -> tuple[Threshold, ...]:
     """Quantities of which every affected answer had more than every unaffected one.
 
-    `cleared` are prompt tokens and ends of unaffected answers.
+    `cleared` are the most prompt tokens and the latest end of unaffected answers.
     """
-    if not certain or not cleared:
+    if not certain or cleared is None:
         return ()
-    affected = {
-        "prompt tokens": [r.prompt_tokens for r in certain],
-        "time of the end in ns": [r.time_ns for r in certain],
-    }
-    others = {
-        "prompt tokens": [tokens for tokens, _ in cleared],
-        "time of the end in ns": [ended_ns for _, ended_ns in cleared],
-    }
     found = []
-    for quantity, values in affected.items():
-        below, above = max(others[quantity]), min(values)
+    for quantity, below, above in (
+        ("prompt tokens", cleared[0], min(r.prompt_tokens for r in certain)),
+        ("time of the end in ns", cleared[1], min(r.time_ns for r in certain)),
+    ):
         if below < above:
             pools = tuple(
                 (engine, tokens)
@@ -190,16 +184,24 @@ def _thresholds(
 # --- Symptoms ---------------------------------------------------------------------------------
 
 
-def lengths(stories: Iterable[Story]) -> list[Symptom]:
-    """Answers whose legs did not speak of the same prompt."""
-    found = []
-    for story in stories:
-        declared, handed = story.prompt_tokens, story.prefilled
-        if story.told is not Told.ANSWER or not declared or not handed:
-            continue
-        if abs(declared - handed) > LENGTHS_APART_MAX:
-            found.append(length_symptom(story.request, handed=handed, declared=declared))
-    return found
+def _lengths(inquiry: Inquiry) -> list[Symptom]:
+    found = [
+        (story.number, length_symptom(story.request, handed=story.prefilled, declared=declared))
+        for story in inquiry.everyone()
+        if lengths_differ(story) and (declared := story.prompt_tokens)
+    ]
+    return [symptom for _, symptom in sorted(found, key=_number)]
+
+
+def _number(found: tuple[int, Symptom]) -> int:
+    return found[0]
+
+
+def lengths_differ(story: Story) -> bool:
+    """Whether an answer's legs did not speak of the same prompt."""
+    declared, handed = story.prompt_tokens, story.prefilled
+    spoke = story.told is Told.ANSWER and declared and handed
+    return bool(spoke) and abs(declared - handed) > LENGTHS_APART_MAX
 
 
 def length_symptom(request: RequestId, *, handed: int, declared: int) -> Symptom:
@@ -208,31 +210,40 @@ def length_symptom(request: RequestId, *, handed: int, declared: int) -> Symptom
     return Symptom(request, "lengths_disagree", handed, declared, sentence)
 
 
-def waits(stories: Iterable[Story]) -> list[tuple[int, int, RequestId]]:
-    """Prompt tokens, and how long the first token took, of each answer that tells both."""
-    found = []
-    for story in stories:
-        wait = story.first_token_ns - story.first_ns
-        if story.told is Told.ANSWER and story.prompt_tokens and wait > 0:
-            found.append((story.prompt_tokens, wait, story.request))
-    return found
+def wait_of(story: Story) -> int:
+    """How long the first token of an answer took, in ns; 0 where the log does not tell."""
+    if story.told is not Told.ANSWER or not story.prompt_tokens:
+        return 0
+    return max(0, story.first_token_ns - story.first_ns)
 
 
 def _speeds(inquiry: Inquiry) -> list[Symptom]:
     """Answers that began too soon for their prompt, compared with the other long prompts."""
-    waited = waits(inquiry.stories.values())
-    if len(waited) < SPEED_SAMPLES_MIN:
+    # Two numbers for each answer are all that is kept of a long log.
+    tokens, waits = array("Q"), array("Q")
+    for story in inquiry.everyone():
+        if wait := wait_of(story):
+            tokens.append(story.prompt_tokens)
+            waits.append(wait)
+    if len(tokens) < SPEED_SAMPLES_MIN:
         return []
-    middle = sorted(tokens for tokens, _, _ in waited)[len(waited) // 2]
-    long = [item for item in waited if item[0] >= middle]
+    middle = sorted(tokens)[len(tokens) // 2]
     # Tokens a second, whole numbers all the way, so that every reader finds the same.
-    speeds = sorted(tokens * 10**9 // wait for tokens, wait, _ in long)
+    pairs = zip(tokens, waits, strict=True)
+    speeds = sorted(many * 10**9 // wait for many, wait in pairs if many >= middle)
     usual = max(1, speeds[len(speeds) // 2])
-    return [
-        speed_symptom(request, tokens=tokens, wait_ns=wait, usual=usual)
-        for tokens, wait, request in long
-        if tokens * 10**9 // wait > usual * SPEED_FACTOR
+    if speeds[-1] <= usual * SPEED_FACTOR:
+        return []
+    found = [
+        (
+            story.number,
+            speed_symptom(story.request, tokens=story.prompt_tokens, wait_ns=wait, usual=usual),
+        )
+        for story in inquiry.everyone()
+        if (wait := wait_of(story)) and story.prompt_tokens >= middle
+        if story.prompt_tokens * 10**9 // wait > usual * SPEED_FACTOR
     ]
+    return [symptom for _, symptom in sorted(found, key=_number)]
 
 
 def speed_symptom(request: RequestId, *, tokens: int, wait_ns: int, usual: int) -> Symptom:

@@ -19,8 +19,7 @@ from lifecycle.events import (
     Released,
     Reserved,
 )
-from lifecycle.forensics_exposures import slots_of
-from lifecycle.forensics_slots import SlotMap
+from lifecycle.forensics_slots import SlotMap, slots_of
 from lifecycle.forensics_sums import exposures
 from lifecycle.forensics_values import Bounds, Doubt, Missing, Source, Told
 from lifecycle.ids import FLEET, GrantId, PageRange, RequestId, TokenRange

@@ -15,6 +15,7 @@ from examples.incident.__main__ import FIRST, SECOND
 from examples.incident.simulation import Setup, simulate
 from lifecycle.events import Released, Transferred
 from lifecycle.forensics_exposures import Inquiry
+from lifecycle.forensics_story import Story
 from lifecycle.ids import FLEET, PageRange
 from tests import handmade
 from tests.captures import FOLDER
@@ -37,6 +38,7 @@ from tests.test_exposures import (
 from tests.test_forensics_bad_input import TABLE, Maker
 from tests.test_parquet import converted
 from transport import cli, forensics_text
+from transport.aside import DiskAside
 from transport.exposures_sql import Answered, exposures_of, script
 from transport.forensics_read import open_capture
 from transport.parquet_read import open_parquet
@@ -47,10 +49,18 @@ EVERYTHING = 9.0
 
 
 def by_the_pass(log: Path) -> dict[str, Any]:
-    """What the ordered pass finds."""
+    """What the ordered pass finds, be all requests in memory or one that is over."""
+    shelf: DiskAside[Story] = DiskAside(latest=1)
+    plain, thrifty = (pass_over(log, one) for one in (None, shelf))
+    assert thrifty == plain
+    return plain
+
+
+def pass_over(log: Path, shelf: DiskAside[Story] | None) -> dict[str, Any]:
+    """What one pass finds."""
     with ExitStack() as stack:
         capture = open_capture(log, stack)
-        inquiry = Inquiry(from_the_beginning=capture.claims_whole)
+        inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=shelf)
         for _ in inquired(capture, inquiry):
             pass
         return forensics_text.exposures_object(capture, found_in(capture, inquiry))

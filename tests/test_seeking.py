@@ -18,9 +18,12 @@ from engine.explorer import walk
 from engine.scenarios import SCENARIOS
 from lifecycle.ends import Ends
 from lifecycle.events import ByScheduler, Dropped, Entry
+from lifecycle.forensics_exposures import Inquiry
+from lifecycle.forensics_story import Story
+from lifecycle.forensics_sums import summed
 from lifecycle.ids import EngineId, party_of
 from lifecycle.replay import Replayer
-from lifecycle.state import TERMINAL
+from lifecycle.state import TERMINAL, RequestState
 from lifecycle.tally import Tally
 from lifecycle.tally_metrics import REQUESTS
 from tests.captures import FOLDER, state_hash
@@ -193,13 +196,25 @@ def test_what_is_put_aside_changes_nothing(entries: list[Entry], seed: int) -> N
 
 def test_a_long_replay_holds_what_is_open_and_the_latest_that_is_over() -> None:
     """However many requests there were, no more are in memory than run, and a few behind them."""
-    aside = DiskAside(latest=20)
+    aside: DiskAside[RequestState] = DiskAside(latest=20)
     replayer = Replayer(aside=aside)
     most = 0
     for position, entry in enumerate(Traffic().entries(6_000), start=1):
         assert replayer.take(position, entry) is None
         most = max(most, len(replayer.history.requests) + aside.in_memory)
     assert replayer.report().requests > 500
+    assert most <= OPEN + 40
+
+
+def test_a_long_inquiry_holds_what_is_open_and_the_latest_that_is_over() -> None:
+    """However many requests there were, and each is counted once at the end."""
+    shelf: DiskAside[Story] = DiskAside(latest=20)
+    inquiry = Inquiry(shelf=shelf)
+    most = 0
+    for position, entry in enumerate(Traffic().entries(6_000), start=1):
+        inquiry.take(position, entry)
+        most = max(most, len(inquiry.stories) + shelf.in_memory)
+    assert summed(inquiry).requests == len(set(inquiry.names())) > 500
     assert most <= OPEN + 40
 
 

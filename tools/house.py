@@ -42,7 +42,16 @@ TRANSPORT_ONLY = frozenset(
 )
 
 PURE_STDLIB = frozenset(
-    {"__future__", "bisect", "collections", "collections.abc", "enum", "functools", "heapq"}
+    {
+        "__future__",
+        "array",
+        "bisect",
+        "collections",
+        "collections.abc",
+        "enum",
+        "functools",
+        "heapq",
+    }
     | {"itertools", "math", "operator", "struct", "typing"}
 )
 LIFECYCLE_LIBRARIES = frozenset({"attr", "attrs"})

@@ -1,4 +1,4 @@
-"""Requests that are over, kept on disk while a long log is replayed.
+"""Requests that are over, kept on disk while a long log is read.
 
 Owns: the temporary file, and which of them are in memory.
 Must not know: when a request is over.
@@ -15,12 +15,13 @@ import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic
 
 import attrs
 
 from lifecycle.events import REQUEST_EVENTS, Leg
 from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange
+from lifecycle.shelf import N
 from lifecycle.state import Grant, RequestState, Written
 
 LATEST = 4_096
@@ -45,7 +46,7 @@ def _reduced(kind: type) -> Callable[[Any], tuple[type, tuple[Any, ...]]]:
 _REDUCED = {kind: _reduced(kind) for kind in _VALUES}
 
 
-def _packed(states: dict[RequestId, RequestState]) -> bytes:
+def _packed(states: dict[RequestId, N]) -> bytes:
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = _REDUCED
@@ -53,40 +54,38 @@ def _packed(states: dict[RequestId, RequestState]) -> bytes:
     return out.getvalue()
 
 
-class DiskAside:
+class DiskAside(Generic[N]):
     """The latest in memory, the others in a temporary file."""
 
     def __init__(self, *, latest: int = LATEST) -> None:
         """Nothing is on disk until more than `latest` requests were put."""
         self._most = latest
         self._batch_size = max(1, min(BATCH, latest))
-        self._latest: OrderedDict[RequestId, RequestState] = OrderedDict()
+        self._latest: OrderedDict[RequestId, N] = OrderedDict()
         self._disk: sqlite3.Connection | None = None
         self._highest = RequestId("")
         self._batches = 0
-        self._read: OrderedDict[int, dict[RequestId, RequestState]] = OrderedDict()
+        self._read: OrderedDict[int, dict[RequestId, N]] = OrderedDict()
 
     @property
     def in_memory(self) -> int:
         """How many of them are not on disk."""
         return len(self._latest)
 
-    def put(self, state: RequestState) -> None:
+    def put(self, one: N) -> None:
         """Keep this in place of what was kept of the same request before."""
-        self._latest[state.request] = state
-        self._latest.move_to_end(state.request)
+        self._latest[one.request] = one
+        self._latest.move_to_end(one.request)
         if len(self._latest) >= self._most + self._batch_size:
             self._spill()
 
-    def find(self, request: RequestId) -> RequestState | None:
+    def find(self, request: RequestId) -> N | None:
         """What was put last."""
-        state = self._latest.get(request)
-        if state is not None or self._disk is None or request > self._highest:
-            return state
-        found = self._disk.execute(
-            "SELECT batch FROM place WHERE request = ?", (request,)
-        ).fetchone()
-        return None if found is None else self._batch(self._disk, found[0])[request]
+        one = self._latest.get(request)
+        if one is not None or self._disk is None or request > self._highest:
+            return one
+        number = self._place(self._disk, request)
+        return None if number is None else self._batch(self._disk, number)[request]
 
     def names(self) -> Iterator[RequestId]:
         """Every request that was put."""
@@ -95,6 +94,15 @@ class DiskAside:
                 if request not in self._latest:
                     yield RequestId(request)
         yield from tuple(self._latest)
+
+    def values(self) -> Iterator[N]:
+        """What was put last of every request: the oldest first, by the batch."""
+        if self._disk is not None:
+            for number in range(1, self._batches + 1):
+                for name, one in self._batch(self._disk, number).items():
+                    if name not in self._latest and self._place(self._disk, name) == number:
+                        yield one
+        yield from tuple(self._latest.values())
 
     def broke(self, request: RequestId) -> bool:
         """Nothing was skipped, so nothing was broken there."""
@@ -117,7 +125,11 @@ class DiskAside:
         self._disk.execute("COMMIT")
         self._highest = max(self._highest, *states)
 
-    def _batch(self, disk: sqlite3.Connection, number: int) -> dict[RequestId, RequestState]:
+    def _place(self, disk: sqlite3.Connection, request: RequestId) -> int | None:
+        found = disk.execute("SELECT batch FROM place WHERE request = ?", (request,)).fetchone()
+        return None if found is None else int(found[0])
+
+    def _batch(self, disk: sqlite3.Connection, number: int) -> dict[RequestId, N]:
         states = self._read.get(number)
         if states is None:
             (packed,) = disk.execute(

@@ -71,6 +71,7 @@ def _asked(
 ) -> tuple[Capture, Exposures]:
     """A log with what is found in it: by the pass over its entries, or in SQL."""
     from lifecycle.forensics_exposures import Inquiry
+    from transport.aside import DiskAside
     from transport.replaying import found_in, inquired
     from transport.stores import segment_files
 
@@ -88,7 +89,7 @@ def _asked(
     if memory_limit is not None or temporary is not None:
         raise UsageError("--memory-limit and --temporary are for Parquet, which is asked in SQL")
     with opened(log) as capture:
-        inquiry = Inquiry(from_the_beginning=capture.claims_whole)
+        inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=DiskAside())
         for _ in inquired(capture, inquiry):
             pass
         return capture, found_in(capture, inquiry)

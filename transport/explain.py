@@ -6,6 +6,7 @@ Must not know: how a read is judged (`forensics_exposures`) or which rule is bro
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -36,6 +37,7 @@ from lifecycle.ids import GrantId, PageRange, RequestId, TokenRange, count_pages
 from lifecycle.replay import Replayer
 from lifecycle.rules import RULES
 from lifecycle.wording import counted
+from transport.aside import DiskAside
 from transport.forensics_read import Capture
 from transport.forensics_text import (
     DOUBTS,
@@ -86,14 +88,14 @@ class NotInLog(Exception):
 
 def explain(request: RequestId, capture: Capture) -> Explanation:
     """Read a whole log for the sake of one request.  Raises `NotInLog`."""
-    inquiry = Inquiry(from_the_beginning=capture.claims_whole)
-    replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
+    inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=DiskAside())
+    replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot, aside=DiskAside())
     own = [one for one in inquired(capture, inquiry, replayer) if one[1].request == request]
     if not own:
-        raise NotInLog(near(request, inquiry.stories))
+        raise NotInLog(near(request, inquiry.names()))
     found = found_in(capture, inquiry)
     response = next((r for r in found.responses if r.request == request), None)
-    story = inquiry.stories[request]
+    story = inquiry.story(request)
     verdict = [*_coverage(own), *_reads(response)]
     finding = replayer.findings.get(request)
     rule = ""
@@ -111,11 +113,13 @@ def explain(request: RequestId, capture: Capture) -> Explanation:
 
 def near(request: str, known: Iterable[str]) -> list[str]:
     """Ids that look like it: equal ends first, then whatever is spelt alike."""
-    listed = list(known)
-    ends = [one for one in listed if request and (one.endswith(request) or request in one)]
-    if ends:
-        return ends[:3]
-    return get_close_matches(request, listed[-CANDIDATES_MAX:], n=3, cutoff=0.5)
+    ends: list[str] = []
+    latest: deque[str] = deque(maxlen=CANDIDATES_MAX)
+    for one in known:
+        if request and request in one and len(ends) < 3:
+            ends.append(one)
+        latest.append(one)
+    return ends or get_close_matches(request, latest, n=3, cutoff=0.5)
 
 
 # --- What happened ----------------------------------------------------------------------------

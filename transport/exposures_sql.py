@@ -19,13 +19,14 @@ from lifecycle.forensics_sums import (
     SPEED_FACTOR,
     SPEED_SAMPLES_MIN,
     length_symptom,
-    lengths,
+    lengths_differ,
     speed_symptom,
     summed,
-    waits,
+    wait_of,
 )
 from lifecycle.forensics_values import Exposures, Missing, Others, Symptom
 from lifecycle.ids import FLEET, RequestId
+from transport.aside import DiskAside
 from transport.jsonlines import UnreadableLog
 from transport.parquet import quoted
 from transport.parquet_read import ParquetCapture
@@ -71,7 +72,7 @@ def exposures_of(capture: ParquetCapture, *, share_most: float = SHARE_MOST) -> 
         raise UnreadableLog(0, f"{capture.path}: DuckDB gives no answer: {reason}") from error
     # From the beginning again: a survey may have ended halfway.
     capture.begin_again()
-    inquiry = Inquiry(from_the_beginning=capture.claims_whole)
+    inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=DiskAside())
     for _ in inquired(capture, inquiry):
         pass
     found = found_in(capture, inquiry)
@@ -197,7 +198,14 @@ class _Question:
         )
 
     def _lengths(self, stories: list[Story], places: dict[RequestId, int]) -> list[Symptom]:
-        found = [(places[one.request], one) for one in lengths(stories)]
+        found = [
+            (
+                places[one.request],
+                length_symptom(one.request, handed=one.prefilled, declared=one.prompt_tokens),
+            )
+            for one in stories
+            if lengths_differ(one)
+        ]
         cleared = self.connection.execute(
             "SELECT first_place, request, handed_over, prompt_tokens FROM cleared "
             "JOIN entries ON place = first_place WHERE answered AND handed_over > 0 "
@@ -216,11 +224,11 @@ class _Question:
             "first_token_ns - first_ns AS wait FROM cleared "
             "WHERE answered AND first_token_ns > first_ns"
         )
-        waited = waits(stories)
+        waited = [story for story in stories if wait_of(story)]
         columns = {
-            "place": [places[request] for _, _, request in waited],
-            "tokens": [tokens for tokens, _, _ in waited],
-            "wait": [wait for _, wait, _ in waited],
+            "place": [places[story.request] for story in waited],
+            "tokens": [story.prompt_tokens for story in waited],
+            "wait": [wait_of(story) for story in waited],
         }
         run("INSERT INTO waits SELECT unnest($place), unnest($tokens), unnest($wait)", columns)
         (count,) = self.one("SELECT count(*) FROM waits")

@@ -271,7 +271,7 @@ class IndexAside:
         """Of this log up to that position."""
         self._indexed = indexed
         self._position = position
-        self._since = DiskAside()
+        self._since: DiskAside[RequestState] = DiskAside()
 
     def put(self, state: RequestState) -> None:
         """Keep this in place of what the log says of it up to the snapshot."""
