@@ -42,17 +42,8 @@ TRANSPORT_ONLY = frozenset(
 )
 
 PURE_STDLIB = frozenset(
-    {
-        "__future__",
-        "array",
-        "bisect",
-        "collections",
-        "collections.abc",
-        "enum",
-        "functools",
-        "heapq",
-    }
-    | {"itertools", "math", "operator", "struct", "typing"}
+    {"__future__", "array", "bisect", "collections", "collections.abc", "enum", "functools"}
+    | {"heapq", "itertools", "math", "operator", "struct", "typing"}
 )
 LIFECYCLE_LIBRARIES = frozenset({"attr", "attrs"})
 # Kernels keep dataclasses, which torch and Triton understand, where the lifecycle has attrs.
