@@ -34,10 +34,13 @@ from lifecycle.events import (
     Verified,
 )
 from lifecycle.fleet import FleetState, may_fence
-from lifecycle.ids import count_pages, mask_of
+from lifecycle.ids import PAGES_MAX, count_pages, mask_of
 from lifecycle.ledger import Ledger
-from lifecycle.state import RequestState, Settlement
+from lifecycle.state import QUARANTINED, RequestState
 from lifecycle.wording import counted
+
+# A name of the module is found faster, see `lifecycle.state`.
+_FENCED = Proof.FENCED
 
 CrossCheck = Callable[["View", RequestState, Entry, Any], str | None]
 
@@ -102,23 +105,28 @@ def _legs_compatible(view: View, _state: RequestState, _e: Entry, event: Admitte
         life = view.fleet.life(leg.engine, leg.incarnation)
         if life is None:
             continue
-        joined = (life.attached.layout, life.attached.page_tokens)
-        if joined != (leg.layout, leg.page_tokens):
-            return f"{leg.engine} joined with layout {joined}, not {leg.layout}"
+        joined = life.attached
+        if joined.layout != leg.layout or joined.page_tokens != leg.page_tokens:
+            told = (joined.layout, joined.page_tokens)
+            return f"{leg.engine} joined with layout {told}, not {leg.layout}"
     return None
 
 
 def _numbers(ledger: Ledger, leg: Leg) -> tuple[int, int]:
-    accounts = [ledger[p] for p in leg.parties() if p in ledger]
-    if len(accounts) != leg.ranks:
-        return 0, 0
-    return min([a.usable_pages for a in accounts]), min([a.free_pages for a in accounts])
+    capacity = free = PAGES_MAX
+    for party in leg.parties():
+        account = ledger.get(party)
+        if account is None:
+            return 0, 0
+        capacity = min(capacity, account.usable_pages)
+        free = min(free, account.free_pages)
+    return capacity, free
 
 
 def _legs_counted(view: View, _state: RequestState, _entry: Entry, event: Admitted) -> str | None:
     for leg in (event.prefill, event.decode):
         capacity, free = _numbers(view.ledger, leg)
-        if (leg.pages_capacity, leg.pages_free) != (capacity, free):
+        if leg.pages_capacity != capacity or leg.pages_free != free:
             return (
                 f"{leg.engine} has {counted(free, 'page')} free of {capacity}, "
                 f"not {leg.pages_free} of {leg.pages_capacity}"
@@ -147,7 +155,9 @@ def _in_pool(view: View, _state: RequestState, _entry: Entry, event: Reserved) -
     account = view.ledger.get(event.grant.owner)
     if account is None:
         return f"{event.grant.owner} has no pool"
-    top = max([r.stop for r in event.pages])
+    top = 0
+    for r in event.pages:
+        top = max(top, r.first + r.count)
     if top > account.capacity:
         return f"page {top - 1} is outside a pool of {account.capacity}"
     # A single range names no page twice.
@@ -189,7 +199,7 @@ def _promised(view: View, state: RequestState, _entry: Entry, event: Reserved) -
 
 
 def _fence_scope(view: View, _state: RequestState, _entry: Entry, event: Drained) -> str | None:
-    if event.proof is not Proof.FENCED:
+    if event.proof is not _FENCED:
         return None
     owner = event.grant.owner
     if not may_fence(view.fleet.life(owner.engine, owner.incarnation)):
@@ -199,7 +209,7 @@ def _fence_scope(view: View, _state: RequestState, _entry: Entry, event: Drained
 
 def _recovered(view: View, state: RequestState, _entry: Entry, event: Released) -> str | None:
     grant = state.grant(event.grant)
-    if grant is None or grant.settlement is not Settlement.QUARANTINED or not grant.undrained:
+    if grant is None or grant.settlement is not QUARANTINED or not grant.undrained:
         return None
     if event.grant in view.fleet.recovered:
         return None

@@ -41,6 +41,13 @@ class Purpose(Enum):
     GROWTH = "growth"
 
 
+# Guards compare with these again and again, and Python 3.11 looks for a member through its
+# metaclass, which takes ten times as long as a name of the module.
+SOURCE = Purpose.SOURCE
+DESTINATION = Purpose.DESTINATION
+GROWTH = Purpose.GROWTH
+
+
 class Proof(Enum):
     """Why nothing can land any more: the writer says so, or the owner has revoked access."""
 
@@ -245,7 +252,7 @@ class Reserved:
     parties: tuple[Party, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        if (self.purpose is Purpose.DESTINATION) != bool(self.parties):
+        if (self.purpose is DESTINATION) != bool(self.parties):
             msg = f"a {self.purpose.value} grant may not let in {len(self.parties)} parties"
             raise ValueError(msg)
 

@@ -7,42 +7,45 @@ Must not know: the fleet; `crossguards` asks whether an owner lives and what it 
 from __future__ import annotations
 
 from lifecycle.events import (
+    DESTINATION,
+    SOURCE,
     ByEngine,
     Drained,
     Entry,
     Finished,
     Proof,
-    Purpose,
     QuarantineCause,
     Quarantined,
     Released,
     Verified,
 )
-from lifecycle.ids import TokenRange, count_pages
-from lifecycle.state import Grant, Phase, RequestState, Settlement
+from lifecycle.ids import count_pages
+from lifecycle.state import HELD, LIVE, QUARANTINED, RELEASED, Grant, Phase, RequestState
 from lifecycle.wording import counted
 
-
-def _start_stop(tokens: TokenRange) -> tuple[int, int]:
-    return tokens.start, tokens.stop
+# Names of the module are found faster, see `lifecycle.state`.
+_ACKNOWLEDGED = Proof.ACKNOWLEDGED
+_CLOSED = Phase.CLOSED
+_ISOLATION = QuarantineCause.ISOLATION
 
 
 def _covered(grant: Grant, prompt_tokens: int) -> str | None:
     """Say what is missing of tokens 0 to n-2 in one destination grant."""
     reached = 0
-    ranges = [w.transfer.tokens for w in grant.written]
-    for tokens in sorted(ranges, key=_start_stop):
-        if tokens.start != reached:
-            return f"{grant.id} has no tokens {reached} to {tokens.start}"
-        reached = tokens.stop
+    for start, stop in sorted(
+        [(t.start, t.stop) for t in [w.transfer.tokens for w in grant.written]]
+    ):
+        if start != reached:
+            return f"{grant.id} has no tokens {reached} to {start}"
+        reached = stop
     if reached != prompt_tokens - 1:
         return f"{grant.id} has tokens 0 to {reached}, the prompt needs 0 to {prompt_tokens - 1}"
     return None
 
 
 def all_grants(state: RequestState, _entry: Entry, event: Verified) -> str | None:
-    destinations = state.current(Purpose.DESTINATION)
-    if set(event.grants) != {g.id for g in destinations}:
+    destinations = state.current(DESTINATION)
+    if set(event.grants) != {g.reserved.grant for g in destinations}:
         return f"{counted(len(event.grants), 'grant')} verified of {len(destinations)}"
     return None
 
@@ -50,8 +53,8 @@ def all_grants(state: RequestState, _entry: Entry, event: Verified) -> str | Non
 def all_kinds(state: RequestState, _entry: Entry, _event: Verified) -> str | None:
     if state.admitted is None:
         return None
-    destinations = state.current(Purpose.DESTINATION)
-    have = {(g.id.owner, g.reserved.kind) for g in destinations}
+    destinations = state.current(DESTINATION)
+    have = {(g.reserved.grant.owner, g.reserved.kind) for g in destinations}
     for owner in state.admitted.decode.parties():
         for kind in state.admitted.kinds:
             if (owner, kind) not in have:
@@ -66,7 +69,7 @@ def all_kinds(state: RequestState, _entry: Entry, _event: Verified) -> str | Non
 def prompt_covered(state: RequestState, _entry: Entry, _event: Verified) -> str | None:
     if state.admitted is None:
         return None
-    for grant in state.current(Purpose.DESTINATION):
+    for grant in state.current(DESTINATION):
         missing = _covered(grant, state.admitted.prompt_tokens)
         if missing:
             return missing
@@ -76,15 +79,15 @@ def prompt_covered(state: RequestState, _entry: Entry, _event: Verified) -> str 
 def exclusive(state: RequestState, _entry: Entry, event: Verified) -> str | None:
     for name in event.grants:
         grant = state.grant(name)
-        if grant is not None and grant.undrained:
-            parties = ", ".join(str(p) for p in grant.undrained)
-            return f"{parties} may still write into {name}"
+        undrained = grant.undrained if grant is not None else ()
+        if undrained:
+            return f"{', '.join(str(p) for p in undrained)} may still write into {name}"
     return None
 
 
 def pages_checked(state: RequestState, _entry: Entry, event: Verified) -> str | None:
     written = 0
-    for grant in state.current(Purpose.DESTINATION):
+    for grant in state.current(DESTINATION):
         for one in grant.written:
             written += count_pages(one.transfer.pages)
     if event.pages != written:
@@ -104,8 +107,9 @@ def reads_checked(state: RequestState, _entry: Entry, event: Finished) -> str | 
             f"{counted(event.reads_unchecked, 'read')} went unchecked beside {event.reads_checked}"
         )
     held = 0
-    for grant in state.current(Purpose.DESTINATION) + state.current(Purpose.GROWTH):
-        held += count_pages(grant.reserved.pages)
+    for grant in state.grants:
+        if grant.attempt == state.attempt and grant.reserved.purpose is not SOURCE:
+            held += count_pages(grant.reserved.pages)
     if event.pages_read > held:
         return f"{counted(event.pages_read, 'page')} read of {held} granted"
     return None
@@ -126,8 +130,8 @@ def drain_by_whom(state: RequestState, entry: Entry, event: Drained) -> str | No
         return None
     if event.party not in grant.reserved.parties:
         return f"{event.party} was never let into {event.grant}"
-    needed = event.party if event.proof is Proof.ACKNOWLEDGED else event.grant.owner
-    if entry.proposer.party != needed:
+    needed = event.party if event.proof is _ACKNOWLEDGED else event.grant.owner
+    if entry.proposer.party is not needed and entry.proposer.party != needed:
         return f"{event.proof.value} is proved by {needed}, not by {entry.proposer.party}"
     return None
 
@@ -136,14 +140,17 @@ def drained_once(state: RequestState, _entry: Entry, event: Drained) -> str | No
     grant = state.grant(event.grant)
     if grant is not None and event.party in grant.drained:
         return f"{event.party} has drained from {event.grant} before"
-    if grant is not None and grant.settlement is Settlement.RELEASED:
+    if grant is not None and grant.settlement is RELEASED:
         return f"{event.grant} is settled"
     return None
 
 
 def release_by_owner(_state: RequestState, entry: Entry, event: Released) -> str | None:
-    if isinstance(entry.proposer, ByEngine) and entry.proposer.party != event.grant.owner:
-        return f"{entry.proposer.party} releases pages of {event.grant.owner}"
+    if isinstance(entry.proposer, ByEngine):
+        party, owner = entry.proposer.party, event.grant.owner
+        # Both are nearly always the one object of their name, and comparing fields costs more.
+        if party is not owner and party != owner:
+            return f"{party} releases pages of {owner}"
     return None
 
 
@@ -151,18 +158,18 @@ def release_known(state: RequestState, _entry: Entry, event: Released) -> str | 
     grant = state.grant(event.grant)
     if grant is None:
         return f"{event.grant} was never granted to this request"
-    if grant.settlement is Settlement.RELEASED:
+    if grant.settlement is RELEASED:
         return f"{event.grant} is released a second time"
-    if grant.quarantine is QuarantineCause.ISOLATION:
+    if grant.quarantine is _ISOLATION:
         return f"{event.grant} stays out of circulation while its owner lives"
-    if state.phase is Phase.CLOSED and grant.settlement is not Settlement.QUARANTINED:
+    if state.phase is _CLOSED and grant.settlement is not QUARANTINED:
         return f"{event.grant} is {grant.settlement.value} in a closed request"
     return None
 
 
 def release_drained(state: RequestState, _entry: Entry, event: Released) -> str | None:
     grant = state.grant(event.grant)
-    if grant is None or grant.settlement is not Settlement.HELD or not grant.undrained:
+    if grant is None or grant.settlement is not HELD or not grant.undrained:
         # Pages in quarantine may also come back by a fleet's proof: `crossguards` asks for it.
         return None
     return f"{', '.join(str(p) for p in grant.undrained)} may still write into {event.grant}"
@@ -170,9 +177,9 @@ def release_drained(state: RequestState, _entry: Entry, event: Released) -> str 
 
 def release_unread(state: RequestState, _entry: Entry, event: Released) -> str | None:
     grant = state.grant(event.grant)
-    if grant is None or state.phase not in {Phase.ADMITTED, Phase.DECODING}:
+    if grant is None or state.phase not in LIVE:
         return None
-    if grant.attempt == state.attempt and grant.reserved.purpose is not Purpose.SOURCE:
+    if grant.attempt == state.attempt and grant.reserved.purpose is not SOURCE:
         return f"{event.grant} is released while its attempt may still read it"
     return None
 
@@ -181,6 +188,6 @@ def quarantine_held(state: RequestState, _entry: Entry, event: Quarantined) -> s
     grant = state.grant(event.grant)
     if grant is None:
         return f"{event.grant} was never granted to this request"
-    if grant.settlement is not Settlement.HELD:
+    if grant.settlement is not HELD:
         return f"{event.grant} is {grant.settlement.value} already"
     return None

@@ -6,9 +6,18 @@ Must not know: other requests' pages; `crossguards` compares with the ledger.
 
 from __future__ import annotations
 
-from lifecycle.events import ByEngine, Drained, Entry, Purpose, Reserved, Transferred
+from lifecycle.events import (
+    DESTINATION,
+    GROWTH,
+    SOURCE,
+    ByEngine,
+    Drained,
+    Entry,
+    Reserved,
+    Transferred,
+)
 from lifecycle.ids import count_pages, pages_for, slice_pages
-from lifecycle.state import Phase, RequestState, Settlement
+from lifecycle.state import HELD, Phase, RequestState
 from lifecycle.wording import counted
 
 
@@ -22,38 +31,43 @@ def grant_fits(state: RequestState, _entry: Entry, event: Reserved) -> str | Non
     if state.admitted is None:
         return None
     room = count_pages(event.pages) * state.admitted.decode.page_tokens
-    if event.tokens.count > room:
+    if event.tokens.stop - event.tokens.start > room:
         return f"{counted(event.tokens.count, 'token')} in a grant whose pages hold {room}"
     return None
 
 
 def grant_whole(state: RequestState, _entry: Entry, event: Reserved) -> str | None:
     admitted = state.admitted
-    if admitted is None or event.purpose is Purpose.GROWTH:
+    if admitted is None or event.purpose is GROWTH:
         return None
     prompt = admitted.prompt_tokens
-    needed = max(1, prompt - 1) if event.purpose is Purpose.SOURCE else prompt
+    needed = max(1, prompt - 1) if event.purpose is SOURCE else prompt
     if event.tokens.start != 0 or event.tokens.stop < needed:
         return (
             f"a grant for tokens 0 to {needed} covers {event.tokens.start} to {event.tokens.stop}"
         )
     if event.kind not in admitted.kinds:
         return f"kind {event.kind} is not one of {', '.join(admitted.kinds)}"
-    for grant in state.current(event.purpose):
-        same = grant.reserved
-        if (same.grant.owner, same.kind) == (event.grant.owner, event.kind):
-            return f"{event.grant.owner} holds {same.grant} for the same state already"
+    for grant in state.grants:
+        other = grant.reserved
+        if (
+            grant.attempt == state.attempt
+            and other.purpose is event.purpose
+            and other.grant.owner == event.grant.owner
+            and other.kind == event.kind
+        ):
+            return f"{event.grant.owner} holds {other.grant} for the same state already"
     return None
 
 
 def growth_follows(state: RequestState, _entry: Entry, event: Reserved) -> str | None:
-    if event.purpose is not Purpose.GROWTH or state.admitted is None:
+    if event.purpose is not GROWTH or state.admitted is None:
         return None
     if state.phase is not Phase.DECODING:
         return "a request grows before it decodes"
     mine = [
         g.reserved.tokens.stop
-        for g in state.current(Purpose.DESTINATION) + state.current(Purpose.GROWTH)
+        for g in state.current(DESTINATION) + state.current(GROWTH)
         if (g.id.owner, g.reserved.kind) == (event.grant.owner, event.kind)
     ]
     if not mine or max(mine) != event.tokens.start:
@@ -64,9 +78,8 @@ def growth_follows(state: RequestState, _entry: Entry, event: Reserved) -> str |
 def parties_are_writers(state: RequestState, _entry: Entry, event: Reserved) -> str | None:
     if state.admitted is None:
         return None
-    writers = state.admitted.prefill.parties()
     for party in event.parties:
-        if party not in writers:
+        if not state.admitted.prefill.has(party):
             return f"{party} is let in but does not prefill this attempt"
     return None
 
@@ -81,7 +94,7 @@ def writes_own_grant(state: RequestState, entry: Entry, event: Transferred) -> s
     grant = state.grant(event.grant)
     if grant is None or not isinstance(entry.proposer, ByEngine):
         return None
-    if grant.settlement is not Settlement.HELD or grant.attempt != state.attempt:
+    if grant.settlement is not HELD or grant.attempt != state.attempt:
         return f"{event.grant} is not held by this attempt"
     if entry.proposer.party not in grant.reserved.parties:
         return f"{entry.proposer.party} is not let into {event.grant}"
@@ -94,14 +107,12 @@ def range_inside(state: RequestState, _entry: Entry, event: Transferred) -> str 
         return None
     size = state.admitted.decode.page_tokens
     last = state.admitted.prompt_tokens - 1
-    tokens = event.tokens
-    if tokens.count == 0 or tokens.stop > min(last, grant.reserved.tokens.stop):
-        return f"tokens {tokens.start} to {tokens.stop} are not inside 0 to {last}"
-    if tokens.start % size or (tokens.stop % size and tokens.stop != last):
-        return f"tokens {tokens.start} to {tokens.stop} do not end on pages of {size}"
-    pages = slice_pages(
-        grant.reserved.pages, start=tokens.start // size, stop=pages_for(tokens.stop, size)
-    )
+    start, stop = event.tokens.start, event.tokens.stop
+    if start == stop or stop > last or stop > grant.reserved.tokens.stop:
+        return f"tokens {start} to {stop} are not inside 0 to {last}"
+    if start % size or (stop % size and stop != last):
+        return f"tokens {start} to {stop} do not end on pages of {size}"
+    pages = slice_pages(grant.reserved.pages, start=start // size, stop=pages_for(stop, size))
     if pages != event.pages:
         return f"pages {event.pages} are not the grant's pages {pages} of these tokens"
     return None
@@ -109,11 +120,12 @@ def range_inside(state: RequestState, _entry: Entry, event: Transferred) -> str 
 
 def no_overlap(state: RequestState, _entry: Entry, event: Transferred) -> str | None:
     grant = state.grant(event.grant)
+    start, stop = event.tokens.start, event.tokens.stop
     for written in grant.written if grant else ():
         other = written.transfer.tokens
-        if other.start < event.tokens.stop and event.tokens.start < other.stop:
+        if other.start < stop and start < other.stop:
             return (
-                f"tokens {event.tokens.start} to {event.tokens.stop} were written before, "
+                f"tokens {start} to {stop} were written before, "
                 f"as {other.start} to {other.stop} by {written.party}"
             )
     return None

@@ -7,12 +7,12 @@ Must not know: capacities, ranges, settlement.
 from __future__ import annotations
 
 from lifecycle.events import (
+    SOURCE,
     Admitted,
     ByEngine,
     ByScheduler,
     Entry,
     Event,
-    Purpose,
     Reserved,
     Transferred,
 )
@@ -64,24 +64,24 @@ def attempt_current(state: RequestState, entry: Entry, _event: Event) -> str | N
     return None
 
 
-def _legs(state: RequestState, purpose: Purpose) -> tuple[object, ...]:
-    if state.admitted is None:
-        return ()
-    leg = state.admitted.prefill if purpose is Purpose.SOURCE else state.admitted.decode
-    return leg.parties()
-
-
 def owner_proposes(state: RequestState, entry: Entry, event: Reserved) -> str | None:
-    if isinstance(entry.proposer, ByEngine) and entry.proposer.party != event.grant.owner:
-        return f"{entry.proposer.party} reserves for {event.grant.owner}"
-    if event.grant.owner not in _legs(state, event.purpose):
-        return f"{event.grant.owner} is not on the leg of this attempt"
-    return None
+    owner = event.grant.owner
+    if isinstance(entry.proposer, ByEngine):
+        party = entry.proposer.party
+        # Both are nearly always the one object of their name, and comparing fields costs more.
+        if party is not owner and party != owner:
+            return f"{party} reserves for {owner}"
+    admitted = state.admitted
+    if admitted is not None:
+        leg = admitted.prefill if event.purpose is SOURCE else admitted.decode
+        if leg.has(owner):
+            return None
+    return f"{owner} is not on the leg of this attempt"
 
 
 def decode_proposes(state: RequestState, entry: Entry, event: Event) -> str | None:
     if state.admitted is None or not isinstance(entry.proposer, ByEngine):
         return None
-    if entry.proposer.party not in state.admitted.decode.parties():
+    if not state.admitted.decode.has(entry.proposer.party):
         return f"{type(event).__name__} by {entry.proposer.party}, who is not this attempt's decode"
     return None

@@ -97,8 +97,6 @@ class History:
         return self._check(self.state(entry.request), entry)
 
     def _check(self, state: RequestState, entry: Entry) -> Violation | None:
-        event = entry.event
-        kind = type(event)
         if self.crossguards and entry.time_ns < self.time_ns:
             message = f"time {entry.time_ns} ns is before {self.time_ns} ns"
             return Violation(
@@ -107,18 +105,22 @@ class History:
         violation = self._reducer.check(state, entry)
         if violation is not None:
             return violation
-        asked = len(self._reducer.early[kind]) + len(self._reducer.late[kind]) + 1
-        if self.crossguards:
-            view = self._view
-            if view.fleet is not self.fleet or view.ledger is not self.ledger:
-                view = self._view = View(self.fleet, self.ledger)
-            for guard in self._cross[kind]:
-                asked += 1
-                found = guard.check(view, state, entry, event)
-                if found is not None:
-                    self.evaluated += asked
-                    return Violation(guard.rule, guard.name, found, entry.request, entry.sequence)
-        self.evaluated += asked
+        event = entry.event
+        kind = type(event)
+        self.evaluated += self._reducer.asked[kind]
+        if not self.crossguards:
+            return None
+        view = self._view
+        if view.fleet is not self.fleet or view.ledger is not self.ledger:
+            view = self._view = View(self.fleet, self.ledger)
+        guards = self._cross[kind]
+        for guard in guards:
+            check = guard.check
+            found = check(view, state, entry, event)
+            if found is not None:
+                self.evaluated += guards.index(guard) + 1
+                return Violation(guard.rule, guard.name, found, entry.request, entry.sequence)
+        self.evaluated += len(guards)
         return None
 
     def apply(self, entry: Entry) -> Violation | None:
@@ -164,25 +166,25 @@ class History:
     def _account(self, before: RequestState, entry: Entry) -> None:
         event = entry.event
         request = entry.request
-        if isinstance(event, Admitted):
+        ledger = self.ledger
+        if isinstance(event, Reserved):
+            owner = event.grant.owner
+            account = ledger.get(owner)
+            if account is not None:
+                ledger[owner] = account.hold(request, event.pages, event.grant.serial)
+        elif isinstance(event, SETTLING):
+            owner = event.grant.owner
+            account, grant = ledger.get(owner), before.grant(event.grant)
+            if account is not None and grant is not None:
+                changed = account.free if isinstance(event, Released) else account.quarantine
+                ledger[owner] = changed(grant.reserved.pages)
+        elif isinstance(event, Admitted):
             for leg in (event.prefill, event.decode):
                 for party in leg.parties():
-                    if party in self.ledger:
-                        self.ledger[party] = self.ledger[party].book(request, leg.pages_booked)
+                    account = ledger.get(party)
+                    if account is not None:
+                        ledger[party] = account.book(request, leg.pages_booked)
         elif isinstance(event, ENDING):
-            for party, account in tuple(self.ledger.items()):
-                unbooked = account.unbook(request)
-                if unbooked is not account:
-                    self.ledger[party] = unbooked
-        elif isinstance(event, Reserved):
-            owner = event.grant.owner
-            known = self.ledger.get(owner)
-            if known is not None:
-                self.ledger[owner] = known.hold(request, event.pages, event.grant.serial)
-        elif isinstance(event, SETTLING):
-            grant = before.grant(event.grant)
-            owner = event.grant.owner
-            if grant is not None and owner in self.ledger:
-                account, pages = self.ledger[owner], grant.reserved.pages
-                changed = account.free if isinstance(event, Released) else account.quarantine
-                self.ledger[owner] = changed(pages)
+            for party, account in ledger.items():
+                # A key that is there already may be set while the items are looked at.
+                ledger[party] = account.unbook(request)

@@ -169,12 +169,11 @@ def slice_pages(ranges: tuple[PageRange, ...], *, start: int, stop: int) -> tupl
 
     Raises ValueError when the ranges hold fewer than `stop` pages.
     """
-    if stop > count_pages(ranges):
-        msg = (
-            f"logical page {stop - 1} is outside a grant of {counted(count_pages(ranges), 'page')}"
-        )
+    count = count_pages(ranges)
+    if stop > count:
+        msg = f"logical page {stop - 1} is outside a grant of {counted(count, 'page')}"
         raise ValueError(msg)
-    if start <= 0 and stop == count_pages(ranges):
+    if start <= 0 and stop == count:
         return ranges
     out: list[PageRange] = []
     logical = 0

@@ -8,8 +8,6 @@ Pages are kept as bit masks (page p is bit p), so that overlap and count are one
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import attrs
 
 from lifecycle.ids import PageRange, Party, RequestId, count_pages, mask_of
@@ -21,6 +19,8 @@ class Account:
 
     `booked` has an item for each live attempt on this rank, also when nothing is left to
     reserve, because such an attempt holds a request slot.
+    `held_pages` is how many pages `held` has: every admission asks every engine for it, and
+    counting walks over the whole pool, so each change of `held` counts what it changed.
     """
 
     capacity: int
@@ -29,11 +29,7 @@ class Account:
     quarantined: int = 0
     booked: tuple[tuple[RequestId, int], ...] = ()
     serial: int = 0
-
-    @cached_property
-    def held_pages(self) -> int:
-        """Pages that grants hold; counted once, since every admission asks every engine."""
-        return self.held.bit_count()
+    held_pages: int = 0
 
     @property
     def quarantined_pages(self) -> int:
@@ -64,12 +60,14 @@ class Account:
 
     def book(self, request: RequestId, pages: int) -> Account:
         """Promise pages to a request."""
-        return self._with(booked=(*self.booked, (request, pages)))
+        return self._booked((*self.booked, (request, pages)))
 
     def unbook(self, request: RequestId) -> Account:
         """Take back what a request was promised and did not reserve; itself if that is nothing."""
-        rest = tuple([b for b in self.booked if b[0] != request])
-        return self if len(rest) == len(self.booked) else self._with(booked=rest)
+        for name, _ in self.booked:
+            if name == request:
+                return self._booked(tuple([b for b in self.booked if b[0] != request]))
+        return self
 
     def hold(self, request: RequestId, pages: tuple[PageRange, ...], serial: int) -> Account:
         """Move pages from the request's promise, then from what is free, into a grant."""
@@ -80,36 +78,48 @@ class Account:
                 for name, rest in self.booked
             ]
         )
-        return self._with(
-            booked=booked, held=self.held | mask_of(pages), serial=max(self.serial, serial)
+        mask = mask_of(pages)
+        return Account(
+            self.capacity,
+            self.slots,
+            self.held | mask,
+            self.quarantined,
+            booked,
+            max(self.serial, serial),
+            self.held_pages + mask.bit_count() - (mask & self.held).bit_count(),
         )
 
     def free(self, pages: tuple[PageRange, ...]) -> Account:
         """Take pages back, out of a grant or out of quarantine."""
-        mask = ~mask_of(pages)
-        quarantined = self.quarantined & mask if self.quarantined else 0
-        return self._with(held=self.held & mask, quarantined=quarantined)
+        mask = mask_of(pages)
+        return self._without(mask, self.quarantined ^ (self.quarantined & mask))
 
     def quarantine(self, pages: tuple[PageRange, ...]) -> Account:
         """Move pages out of a grant and out of circulation."""
         mask = mask_of(pages)
-        return self._with(held=self.held & ~mask, quarantined=self.quarantined | mask)
+        return self._without(mask, self.quarantined | mask)
 
-    def _with(
-        self,
-        *,
-        held: int | None = None,
-        quarantined: int | None = None,
-        booked: tuple[tuple[RequestId, int], ...] | None = None,
-        serial: int | None = None,
-    ) -> Account:
+    def _without(self, mask: int, quarantined: int) -> Account:
+        gone = self.held & mask
         return Account(
             self.capacity,
             self.slots,
-            self.held if held is None else held,
-            self.quarantined if quarantined is None else quarantined,
-            self.booked if booked is None else booked,
-            self.serial if serial is None else serial,
+            self.held ^ gone,
+            quarantined,
+            self.booked,
+            self.serial,
+            self.held_pages - gone.bit_count(),
+        )
+
+    def _booked(self, booked: tuple[tuple[RequestId, int], ...]) -> Account:
+        return Account(
+            self.capacity,
+            self.slots,
+            self.held,
+            self.quarantined,
+            booked,
+            self.serial,
+            self.held_pages,
         )
 
 

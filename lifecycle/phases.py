@@ -44,7 +44,7 @@ from lifecycle.events import (
     Transferred,
     Verified,
 )
-from lifecycle.state import Grant, Phase, Settlement
+from lifecycle.state import HELD, Grant, Phase
 
 ENDING = (Phase.ENDED, Phase.CLOSED)
 
@@ -102,7 +102,7 @@ TABLE: dict[Phase, dict[type[RequestEvent], tuple[Phase, ...]]] = {
 def settled(grants: tuple[Grant, ...]) -> Phase:
     """Pick between ENDED and CLOSED: closed when no grant is held."""
     for grant in grants:
-        if grant.settlement is Settlement.HELD:
+        if grant.settlement is HELD:
             return Phase.ENDED
     return Phase.CLOSED
 

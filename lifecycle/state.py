@@ -56,6 +56,13 @@ class Settlement(Enum):
     QUARANTINED = "quarantined"
 
 
+# Every entry is compared with these, and Python 3.11 looks for a member through its metaclass,
+# which takes ten times as long as a name of the module.
+HELD = Settlement.HELD
+RELEASED = Settlement.RELEASED
+QUARANTINED = Settlement.QUARANTINED
+
+
 @attrs.frozen
 class Written:
     """One accepted `Transferred` and the party that wrote it."""
@@ -83,8 +90,9 @@ class Grant:
     @property
     def undrained(self) -> tuple[Party, ...]:
         """Parties that may still write."""
-        drained = self.drained
-        return tuple([p for p in self.reserved.parties if p not in drained])
+        parties, drained = self.reserved.parties, self.drained
+        # What a grant's life ends with: nobody was let in, or each has drained in its turn.
+        return () if parties == drained else tuple([p for p in parties if p not in drained])
 
 
 @attrs.frozen
@@ -112,11 +120,14 @@ class RequestState:
 
     def grant(self, name: GrantId) -> Grant | None:
         """The grant of that name, if the log knows it."""
+        # A name that was read before is the same object; comparing two costs several times as much.
+        for grant in self.grants:
+            if grant.reserved.grant is name:
+                return grant
         serial = name.serial
         for grant in self.grants:
             known = grant.reserved.grant
-            # Serials differ between almost any two, and comparing them costs least.
-            if known is name or (known.serial == serial and known == name):
+            if known.serial == serial and known == name:
                 return grant
         return None
 
@@ -130,7 +141,7 @@ class RequestState:
     @property
     def unsettled(self) -> tuple[Grant, ...]:
         """Grants that are neither released nor quarantined."""
-        return tuple(g for g in self.grants if g.settlement is Settlement.HELD)
+        return tuple([g for g in self.grants if g.settlement is HELD])
 
     def label(self) -> str:
         """The phase in words, with what grants say about it; for people, never for decisions."""

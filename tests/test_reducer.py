@@ -10,6 +10,7 @@ from lifecycle.events import (
     Attached,
     ByScheduler,
     Drained,
+    Dropped,
     Proof,
     Purpose,
     QuarantineCause,
@@ -21,8 +22,8 @@ from lifecycle.events import (
 )
 from lifecycle.guards import EARLY, LATE
 from lifecycle.history import History
-from lifecycle.ids import GrantId
-from lifecycle.reducer import ALL_GUARDS, Reducer, fold, guards_by_event, reduce
+from lifecycle.ids import GrantId, Party
+from lifecycle.reducer import ALL_GUARDS, ON_GRANTS, Reducer, fold, guards_by_event, reduce
 from lifecycle.state import Phase, RequestState, Settlement, Violation
 from tests import handmade as hand
 from tests.handmade import DECODE, DESTINATION, ONE, PREFILL, SOURCE, Log
@@ -170,6 +171,22 @@ def test_guards_are_asked_in_the_order_of_their_listing() -> None:
         assert ALL_GUARDS.late[kind] == tuple(g for g in LATE if kind in g.events)
     assert set(guards_by_event(LATE)) == set(REQUEST_EVENTS)
     assert Reducer.without() == ALL_GUARDS
+
+
+def test_every_event_about_a_grant_says_what_it_makes_of_it() -> None:
+    """The table of changes has each event that names a grant, but the one that changes nothing."""
+    naming = {kind for kind in REQUEST_EVENTS if hasattr(kind, "grant")}
+    assert set(ON_GRANTS) == naming - {Dropped}
+
+
+def test_a_grant_is_found_by_its_name_whichever_object_says_it() -> None:
+    """Equal names name one grant; another owner's, or another serial, names none."""
+    state = hand.reserved_both(Log()).state()
+    again = GrantId(Party(DECODE.engine, 1, 0), DESTINATION.serial)
+    assert again is not DESTINATION
+    assert state.grant(again) is state.grant(DESTINATION) is state.grants[-1]
+    assert state.grant(GrantId(Party(DECODE.engine, 1, 1), DESTINATION.serial)) is None
+    assert state.grant(GrantId(DECODE, 9)) is None
 
 
 def test_what_an_unguarded_fold_cannot_place_it_leaves_alone() -> None:
