@@ -66,18 +66,18 @@ def decode_admitted(message: pb.Admitted) -> Admitted:
     if not message.HasField("decode"):
         require(message, "decode")
     return Admitted(
-        prompt_tokens=message.prompt_tokens,
-        prompt_digest=message.prompt_digest,
-        new_tokens_max=message.new_tokens_max,
-        context_tokens=message.context_tokens,
-        prefill=decode_leg(message.prefill),
-        decode=decode_leg(message.decode),
-        tenant=message.tenant,
-        deadline_ns=message.deadline_ns,
-        settle_ns=message.settle_ns,
-        attempts_max=message.attempts_max,
-        fleet_position=message.fleet_position,
-        kinds=tuple(message.kinds),
+        message.prompt_tokens,
+        message.prompt_digest,
+        message.new_tokens_max,
+        message.context_tokens,
+        decode_leg(message.prefill),
+        decode_leg(message.decode),
+        message.tenant,
+        message.deadline_ns,
+        message.settle_ns,
+        message.attempts_max,
+        message.fleet_position,
+        tuple(message.kinds[:]),
     )
 
 
@@ -131,7 +131,7 @@ def decode_reserved(message: pb.Reserved) -> Reserved:
         decode_tokens(message.tokens),
         message.kind,
         message.tag,
-        tuple([decode_party(party) for party in message.parties]),
+        tuple([decode_party(party) for party in message.parties[:]]),
     )
 
 
@@ -177,9 +177,7 @@ def decode_drained(message: pb.Drained) -> Drained:
     if not message.HasField("party"):
         require(message, "party")
     return Drained(
-        grant=decode_grant(message.grant),
-        party=decode_party(message.party),
-        proof=PROOFS.decode(message.proof),
+        decode_grant(message.grant), decode_party(message.party), PROOFS.decode(message.proof)
     )
 
 
@@ -195,11 +193,11 @@ def encode_verified(event: Verified) -> pb.Verified:
 
 def decode_verified(message: pb.Verified) -> Verified:
     return Verified(
-        grants=tuple(decode_grant(grant) for grant in message.grants),
-        pages=message.pages,
-        headers_checked=message.headers_checked,
-        digests_checked=message.digests_checked,
-        method=message.method,
+        tuple([decode_grant(grant) for grant in message.grants[:]]),
+        message.pages,
+        message.headers_checked,
+        message.digests_checked,
+        message.method,
     )
 
 
@@ -217,13 +215,13 @@ def encode_finished(event: Finished) -> pb.Finished:
 
 def decode_finished(message: pb.Finished) -> Finished:
     return Finished(
-        reason=FINISH_REASONS.decode(message.reason),
-        tokens=message.tokens,
-        first_token_ns=message.first_token_ns,
-        digest=message.digest,
-        pages_read=message.pages_read,
-        reads_checked=message.reads_checked,
-        reads_unchecked=message.reads_unchecked,
+        FINISH_REASONS.decode(message.reason),
+        message.tokens,
+        message.first_token_ns,
+        message.digest,
+        message.pages_read,
+        message.reads_checked,
+        message.reads_unchecked,
     )
 
 
@@ -290,9 +288,7 @@ def encode_released(event: Released) -> pb.Released:
 def decode_released(message: pb.Released) -> Released:
     if not message.HasField("grant"):
         require(message, "grant")
-    return Released(
-        grant=decode_grant(message.grant),
-    )
+    return Released(decode_grant(message.grant))
 
 
 def encode_dropped(event: Dropped) -> pb.Dropped:

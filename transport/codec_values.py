@@ -9,7 +9,7 @@ constructors' `ValueError` pass; `transport.codec` turns it into a `MalformedRec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -125,8 +125,13 @@ def encode_party(party: Party) -> pb.Party:
     return pb.Party(engine=party.engine, incarnation=party.incarnation, rank=party.rank)
 
 
+@lru_cache(maxsize=4096)
+def _party(engine: str, incarnation: int, rank: int) -> Party:
+    return party_of(EngineId(engine), incarnation, rank)
+
+
 def decode_party(message: pb.Party) -> Party:
-    return party_of(EngineId(message.engine), message.incarnation, message.rank)
+    return _party(message.engine, message.incarnation, message.rank)
 
 
 def encode_grant(grant: GrantId) -> pb.GrantId:
@@ -134,25 +139,28 @@ def encode_grant(grant: GrantId) -> pb.GrantId:
 
 
 @lru_cache(maxsize=65_536)
-def _grant(owner: Party, serial: int) -> GrantId:
+def _grant(engine: str, incarnation: int, rank: int, serial: int) -> GrantId:
     """A grant is named by most entries of its request; equal names are the same object."""
-    return GrantId(owner, serial)
+    return GrantId(_party(engine, incarnation, rank), serial)
 
 
 def decode_grant(message: pb.GrantId) -> GrantId:
-    if not message.HasField("owner"):
-        require(message, "owner")
     owner = message.owner
-    party = party_of(EngineId(owner.engine), owner.incarnation, owner.rank)
-    return _grant(party, message.serial)
+    try:
+        return _grant(owner.engine, owner.incarnation, owner.rank, message.serial)
+    except ValueError:
+        # A party that is missing reads as the incarnation 0, which there is none of.
+        require(message, "owner")
+        raise
 
 
 def encode_pages(pages: Iterable[PageRange]) -> list[pb.PageRange]:
     return [pb.PageRange(first=r.first, count=r.count) for r in pages]
 
 
-def decode_pages(messages: Iterable[pb.PageRange]) -> tuple[PageRange, ...]:
-    return tuple([PageRange(message.first, message.count) for message in messages])
+def decode_pages(messages: Sequence[pb.PageRange]) -> tuple[PageRange, ...]:
+    # A repeated field's slice is a list; its own iterator ends by an exception, which costs more.
+    return tuple([PageRange(message.first, message.count) for message in messages[:]])
 
 
 def encode_tokens(tokens: TokenRange) -> pb.TokenRange:
@@ -176,11 +184,12 @@ def decode_proposer(message: pb.Proposer) -> Proposer:
     match message.WhichOneof("proposer"):
         case "by_engine":
             said = message.by_engine
-            if not said.HasField("party"):
-                require(said, "party")
             party = said.party
-            name = party_of(EngineId(party.engine), party.incarnation, party.rank)
-            return ByEngine(name, said.number)
+            try:
+                return ByEngine(_party(party.engine, party.incarnation, party.rank), said.number)
+            except ValueError:
+                require(said, "party")
+                raise
         case "by_scheduler":
             return _by_scheduler(message.by_scheduler.epoch)
         case None:
@@ -208,14 +217,15 @@ def encode_leg(leg: Leg) -> pb.Leg:
 
 
 def decode_leg(message: pb.Leg) -> Leg:
+    # In the order of the fields: a constructor takes a third longer with names.
     return Leg(
-        engine=EngineId(message.engine),
-        incarnation=message.incarnation,
-        ranks=message.ranks,
-        page_tokens=message.page_tokens,
-        pages_needed=message.pages_needed,
-        pages_booked=message.pages_booked,
-        pages_capacity=message.pages_capacity,
-        pages_free=message.pages_free,
-        layout=message.layout,
+        EngineId(message.engine),
+        message.incarnation,
+        message.ranks,
+        message.page_tokens,
+        message.pages_needed,
+        message.pages_booked,
+        message.pages_capacity,
+        message.pages_free,
+        message.layout,
     )

@@ -22,7 +22,7 @@ from lifecycle.snapshot import Snapshot
 from lifecycle.wording import counted
 from transport import codec, jsonlines
 from transport.codec_values import MalformedRecord
-from transport.forensics_chain import Problem, Survey, Wrong
+from transport.forensics_chain import Batch, Problem, Survey, Wrong
 from transport.jsonlines import UnknownRecord, UnreadableLog
 from transport.stores import segment_files
 from transport.stores.snapshot_file import segments_and_snapshot
@@ -102,10 +102,17 @@ class Capture:
 
     def __iter__(self) -> Iterator[tuple[int, Entry]]:
         """Positions and entries, in the order in which they stand."""
+        for position, entry, _ in self.joined():
+            yield position, entry
+
+    def joined(self) -> Iterator[tuple[int, Entry, bool]]:
+        """The same, and whether something that no snapshot stands for is missing before the entry."""
+        gaps = 0 if self.snapshot is None else len(self.missing)
         for position, entry in self._read():
             self._place(position, entry.time_ns)
             self.entries_read += 1
-            yield position, entry
+            known, gaps = gaps, len(self.missing) + len(self.unknown)
+            yield position, entry, gaps > known
 
     def _place(self, position: int, time_ns: int) -> None:
         """An entry is here: what lies between it and the one before it is missing."""
@@ -117,13 +124,6 @@ class Capture:
             if position >= self._next:
                 self._next = position + 1
         self._last_ns = max(self._last_ns, time_ns)
-
-    def joined(self) -> Iterator[tuple[int, Entry, bool]]:
-        """The same, and whether something that no snapshot stands for is missing before the entry."""
-        gaps = 0 if self.snapshot is None else len(self.missing)
-        for position, entry in self:
-            known, gaps = gaps, len(self.missing) + len(self.unknown)
-            yield position, entry, gaps > known
 
     def conclude(self) -> None:
         """Whoever stops before the end asks what can be said of the part that was read."""
@@ -180,15 +180,26 @@ class SegmentCapture(Capture):
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
         for batch in self.survey.batches():
-            for position, message in enumerate(batch.entries, start=batch.frame.first_position):
-                try:
-                    yield position, codec.decode_entry(message)
-                except codec.UnknownEvent as error:
-                    self._unreadable(jsonlines.kept_message(position, message, error))
-                except MalformedRecord as error:
-                    record = {"request": message.request, "sequence": message.sequence}
-                    self._unreadable(UnknownRecord(0, position, "", str(error), record))
+            try:
+                # A batch at once: where decoding and judging take turns with every entry, each finds
+                # the processor's caches full of the other, which was a twelfth of a replay.
+                entries = [codec.decode_entry(message) for message in batch.entries]
+            except codec.CodecError:
+                yield from self._one_by_one(batch)
+            else:
+                yield from enumerate(entries, start=batch.frame.first_position)
         self.conclude()
+
+    def _one_by_one(self, batch: Batch) -> Iterator[tuple[int, Entry]]:
+        """A batch in which something says nothing, which is heard of when it is its turn."""
+        for position, message in enumerate(batch.entries, start=batch.frame.first_position):
+            try:
+                yield position, codec.decode_entry(message)
+            except codec.UnknownEvent as error:
+                self._unreadable(jsonlines.kept_message(position, message, error))
+            except MalformedRecord as error:
+                record = {"request": message.request, "sequence": message.sequence}
+                self._unreadable(UnknownRecord(0, position, "", str(error), record))
 
     def conclude(self) -> None:
         """Compare the batches that were read with one another; again is nothing."""
