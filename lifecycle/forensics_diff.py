@@ -6,8 +6,10 @@ Must not know: files, wording.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 import attrs
@@ -19,6 +21,11 @@ VOLATILE = frozenset(
     {"tag", "digest", "prompt_digest", "first_token_ns", "deadline_ns", "endpoints", "message"}
 )
 """Fields that are drawn, keyed or timed anew in every run."""
+
+LEFT, RIGHT = 0, 1
+Said = tuple[int, Entry]
+"""An entry and its position."""
+_Waiting = dict[RequestId, deque[Said]]
 
 
 @attrs.frozen
@@ -71,55 +78,81 @@ def difference(
     everything: bool = False,
 ) -> Difference:
     """Compare two logs request by request; `everything` compares drawn and timed fields too."""
-    known: dict[RequestId, list[tuple[int, Entry]]] = {}
-    fleet: tuple[dict[str, Attached], dict[str, Attached]] = ({}, {})
-    for position, entry in left:
-        if entry.request != FLEET:
-            known.setdefault(entry.request, []).append((position, entry))
-        elif isinstance(entry.event, Attached):
-            fleet[0].setdefault(entry.event.engine, entry.event)
-    reached: dict[RequestId, int] = {}
-    apart: dict[RequestId, Divergence] = {}
-    only_right: dict[RequestId, None] = {}
     ignored: frozenset[str] = frozenset() if everything else VOLATILE
-    for position, entry in right:
+    comparison = _Comparison(ignored)
+    for mine, its in zip_longest(left, right):
+        if mine is not None:
+            comparison.take(LEFT, mine)
+        if its is not None:
+            comparison.take(RIGHT, its)
+    return comparison.difference()
+
+
+class _Comparison:
+    """Both logs as far as they were read, side by side, so that little of either has to be kept.
+
+    What one log said of a request waits for the other's word.
+    """
+
+    def __init__(self, ignored: frozenset[str]) -> None:
+        self._ignored = ignored
+        self._fleet: tuple[dict[str, Attached], dict[str, Attached]] = ({}, {})
+        self._waiting: tuple[_Waiting, _Waiting] = ({}, {})
+        self._compared: dict[RequestId, int] = {}
+        self._apart: dict[RequestId, Divergence] = {}
+
+    def take(self, side: int, said: Said) -> None:
+        """The next entry of one log."""
+        entry = said[1]
         request = entry.request
         if request == FLEET:
             if isinstance(entry.event, Attached):
-                fleet[1].setdefault(entry.event.engine, entry.event)
-            continue
-        index = reached.get(request, 0)
-        reached[request] = index + 1
-        if request in apart:
-            continue
-        mine = known.get(request)
-        if mine is None:
-            only_right[request] = None
-        elif index >= len(mine):
-            name = type(entry.event).__name__
-            apart[request] = Divergence(request, index, "end", "", name, 0, position)
-        else:
-            found = _compared(mine[index], (position, entry), index, ignored)
-            if found is not None:
-                apart[request] = found
-    for request, mine in known.items():
-        index = reached.get(request, 0)
-        if 0 < index < len(mine) and request not in apart:
-            position, entry = mine[index]
-            name = type(entry.event).__name__
-            apart[request] = Divergence(request, index, "end", name, "", position, 0)
-    return Difference(
-        settings=tuple(_settings(*fleet, ignored)),
-        divergences=tuple(sorted(apart.values(), key=lambda d: (d.left_position, d.request))),
-        only_left=tuple(request for request in known if request not in reached),
-        only_right=tuple(only_right),
-        compared=len(known.keys() & reached.keys()),
-    )
+                self._fleet[side].setdefault(entry.event.engine, entry.event)
+            return
+        if request in self._apart:
+            return
+        waiting = self._waiting[1 - side].get(request)
+        if waiting is None:
+            self._waiting[side].setdefault(request, deque()).append(said)
+            return
+        other = waiting.popleft()
+        if not waiting:
+            del self._waiting[1 - side][request]
+        index = self._compared.get(request, 0)
+        self._compared[request] = index + 1
+        mine, its = (said, other) if side == LEFT else (other, said)
+        found = _compared(mine, its, index, self._ignored)
+        if found is not None:
+            self._apart[request] = found
+            self._waiting[1 - side].pop(request, None)
+
+    def difference(self) -> Difference:
+        """What both logs come to, once each was read to its end."""
+        only: tuple[list[RequestId], list[RequestId]] = ([], [])
+        for side in (LEFT, RIGHT):
+            for request, waiting in self._waiting[side].items():
+                index = self._compared.get(request, 0)
+                if not index:
+                    only[side].append(request)
+                    continue
+                position, entry = waiting[0]
+                kind = type(entry.event).__name__
+                ends, places = (kind, ""), (position, 0)
+                if side == RIGHT:
+                    ends, places = ends[::-1], places[::-1]
+                self._apart[request] = Divergence(request, index, "end", *ends, *places)
+        return Difference(
+            settings=tuple(_settings(*self._fleet, self._ignored)),
+            divergences=tuple(
+                sorted(self._apart.values(), key=lambda d: (d.left_position, d.request))
+            ),
+            only_left=tuple(only[LEFT]),
+            only_right=tuple(only[RIGHT]),
+            compared=len(self._compared),
+        )
 
 
-def _compared(
-    left: tuple[int, Entry], right: tuple[int, Entry], index: int, ignored: frozenset[str]
-) -> Divergence | None:
+def _compared(left: Said, right: Said, index: int, ignored: frozenset[str]) -> Divergence | None:
     mine, its = left[1], right[1]
     places = left[0], right[0]
     kinds = type(mine.event).__name__, type(its.event).__name__

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import pytest
@@ -25,10 +25,12 @@ from lifecycle.replay import replay
 from lifecycle.rules import RULES
 from property_tests.mutants import BY_NAME
 from property_tests.mutants_decode import KeepsOne, OneByOne
+from tests.handmade import DECODE
 from transport import cli, simulate_search
 from transport.client_desk import ClientDesk
-from transport.fleet_streams import FleetStreams, Link
+from transport.fleet_streams import Ahead, FleetStreams, Link
 from transport.journal import Journal
+from transport.scheduler_owner import SchedulerOwner
 from transport.simulate_search import Outcome, run_plan
 from transport.simulated_control import MILLISECOND
 from transport.simulated_engine import Parts
@@ -298,6 +300,40 @@ def test_what_waits_for_the_disk_survives_every_crash() -> None:
     for seed in range(6):
         outcome = run_plan(crashing(seed))
         assert (outcome.name, outcome.message) == ("", "")
+
+
+@pytest.mark.parametrize("seed", [13, 14, 15])
+@pytest.mark.parametrize("early_ns", range(0, 3 * MILLISECOND + 1, MILLISECOND // 2))
+def test_a_stream_that_breaks_as_the_disk_takes_again_leaves_no_gap(
+    seed: int, early_ns: int
+) -> None:
+    """What waited for a full disk is sent and lost with the stream, and what overtook it was not.
+
+    The engine has taken in the later position alone, and is shown the earlier ones all the same.
+    """
+    plan = draw_plan(seed, faults=False)
+    full = Fault(180 * MILLISECOND, "disk-full", "d0", 60 * MILLISECOND)
+    # The scheduler tries again every 50 ms, and so at 250.
+    cut = Fault(250 * MILLISECOND - early_ns, "break", "p0", 1)
+    wishes = tuple(
+        attrs.evolve(
+            wish, comes_ns=(100 + 7 * number) * MILLISECOND, new_tokens=max(8, wish.new_tokens)
+        )
+        for number, wish in enumerate(plan.wishes)
+    )
+    outcome = run_plan(
+        attrs.evolve(plan, wishes=wishes, faults=(full, cut), pass_ns=2 * MILLISECOND)
+    )
+    assert (outcome.name, outcome.message) == ("", "")
+
+
+def test_only_a_higher_position_proves_that_nothing_is_lacking() -> None:
+    """A rank that was shown 77 before 74 and says 77 may lack 74; one that says 78 does not."""
+    streams = FleetStreams(cast("SchedulerOwner", None), on_gone=lambda _party: None)
+    streams.ahead[DECODE] = Ahead(74, 77)
+    assert [streams.cursor(DECODE, position) for position in (60, 76, 77)] == [60, 73, 73]
+    assert streams.cursor(DECODE, 78) == 78
+    assert streams.cursor(DECODE, 77) == 77
 
 
 def test_entries_shown_before_they_are_durable_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

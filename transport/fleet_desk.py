@@ -193,8 +193,6 @@ class FleetDesk:
 
     def _connect(self, link: Link, party: Party, *, epoch: int, position: int, number: int) -> None:
         link.live = True
-        # It is shown everything that it may lack.
-        self.streams.ahead.pop(party, None)
         effects = self.owner.core.connect(
             party, epoch=epoch, position=position, next_number=number, now_ns=self.owner.now()
         )

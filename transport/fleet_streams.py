@@ -64,6 +64,19 @@ class Rank:
     counters: pb.EngineCounters = attrs.Factory(pb.EngineCounters)
 
 
+@attrs.frozen
+class Ahead:
+    """Entries that a rank was shown before others: it may lack those from `lowest` to `highest`.
+
+    A rank names the highest position that it has taken in.
+    Beyond `highest` it was shown everything in order, so a higher one proves that nothing is lacking;
+    what was only sent may have been on a stream that broke.
+    """
+
+    lowest: int
+    highest: int
+
+
 class FleetStreams:
     """The streams that are up, by rank, and what is known of each rank beside the log."""
 
@@ -72,7 +85,7 @@ class FleetStreams:
         self.owner = owner
         self.links: dict[Party, Link] = {}
         self.ranks: dict[Party, Rank] = {}
-        self.ahead: dict[Party, int] = {}
+        self.ahead: dict[Party, Ahead] = {}
         self._on_gone = on_gone
         self._published: tuple[Publish, pb.SchedulerItem] | None = None
 
@@ -116,9 +129,7 @@ class FleetStreams:
         peers = [self._peer(link, party) for party in self._named(effect)]
         known = (*(peer for peer in peers if peer is not None), self._publication(effect))
         if self._goes_ahead(link, effect):
-            lowest = next((held.position for held in link.held if held.position), None)
-            if lowest is not None:
-                self.ahead.setdefault(effect.party, lowest)
+            self._note_ahead(link, effect)
             self._put(link, known)
             return
         self._hold(link, effect.position, effect.durable, *known, request=effect.entry.request)
@@ -153,10 +164,23 @@ class FleetStreams:
             return False
         return all(held.request != effect.entry.request for held in link.held)
 
+    def _note_ahead(self, link: Link, effect: Publish) -> None:
+        known = self.ahead.get(effect.party)
+        lowest = next((held.position for held in link.held if held.position), None)
+        if known is not None:
+            lowest = known.lowest
+        if lowest is not None:
+            self.ahead[effect.party] = Ahead(lowest, effect.position)
+
     def cursor(self, party: Party, position: int) -> int:
-        """Up to where a rank that says so has surely been shown everything."""
+        """Up to where a rank that says so has surely taken everything in."""
         ahead = self.ahead.get(party)
-        return position if ahead is None else min(position, ahead - 1)
+        if ahead is None:
+            return position
+        if position > ahead.highest:
+            del self.ahead[party]
+            return position
+        return min(position, ahead.lowest - 1)
 
     def _named(self, effect: Publish) -> list[Party]:
         event = effect.entry.event
@@ -226,8 +250,6 @@ class FleetStreams:
             held.popleft()
             if not self._put(link, first.items):
                 return
-        if not held and link.party is not None:
-            self.ahead.pop(link.party, None)
         if len(held) > OUTBOX_MAX:
             self._overflow(link)
 
