@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from lifecycle.events import Attached, ByEngine, Entry
-from lifecycle.ids import FLEET, RequestId
+from lifecycle.ids import FLEET, Party, RequestId
 
 VOLATILE = frozenset(
     {"tag", "digest", "prompt_digest", "first_token_ns", "deadline_ns", "endpoints", "message"}
@@ -154,31 +154,30 @@ class _Comparison:
 
 def _compared(left: Said, right: Said, index: int, ignored: frozenset[str]) -> Divergence | None:
     mine, its = left[1], right[1]
-    places = left[0], right[0]
-    kinds = type(mine.event).__name__, type(its.event).__name__
-    if kinds[0] != kinds[1]:
-        return Divergence(mine.request, index, "event", *kinds, *places)
-    speakers = _speaker(mine), _speaker(its)
-    if speakers[0] != speakers[1]:
-        return Divergence(mine.request, index, "proposer", *speakers, *places)
+
+    def apart(field: str, one: str, other: str) -> Divergence:
+        return Divergence(mine.request, index, field, one, other, left[0], right[0])
+
+    kind = type(mine.event).__name__
+    if type(mine.event) is not type(its.event):
+        return apart("event", kind, type(its.event).__name__)
+    if _speaker(mine) != _speaker(its):
+        return apart("proposer", *(str(_speaker(e) or "scheduler") for e in (mine, its)))
     if mine.attempt != its.attempt:
-        counts = str(mine.attempt), str(its.attempt)
-        return Divergence(mine.request, index, "attempt", *counts, *places)
+        return apart("attempt", str(mine.attempt), str(its.attempt))
     if mine.event == its.event:
         return None
     unequal = first_unequal(mine.event, its.event, ignored)
     if unequal is None:
         return None
     path, one, other = unequal
-    return Divergence(
-        mine.request, index, f"{kinds[0]}.{path}", _shown(one), _shown(other), *places
-    )
+    return apart(f"{kind}.{path}", _shown(one), _shown(other))
 
 
-def _speaker(entry: Entry) -> str:
+def _speaker(entry: Entry) -> Party | None:
     """Who said it; the number of the proposal says only how much was said before."""
     by = entry.proposer
-    return str(by.party) if isinstance(by, ByEngine) else "scheduler"
+    return by.party if isinstance(by, ByEngine) else None
 
 
 def first_unequal(left: Any, right: Any, ignored: frozenset[str]) -> tuple[str, Any, Any] | None:
