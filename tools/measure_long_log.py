@@ -1,7 +1,7 @@
 """How much memory a log takes that is longer than any machine's memory: `python -m tools.measure_long_log`.
 
-Owns: writing a long synthetic log in segments of the usual size, and asking each verb about it in a
-process of its own whose memory is limited.
+Owns: writing a long synthetic log in segments of the usual size, asking each verb about it in a
+process of its own whose memory is limited, and how long it takes to be at a position.
 Must not know: how a verb keeps its memory small.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -21,9 +23,12 @@ from typing import Any
 from transport import codec
 from transport.bench_forensics import BATCH_ENTRIES, Traffic
 from transport.convert import SEGMENT_BYTES
+from transport.replaying import taken
+from transport.seeking import begun
 from transport.stores import frames, segment_files
 
-VERBS = ("replay", "exposures", "explain", "verify", "index", "at")
+VERBS = ("replay", "exposures", "explain", "diff", "verify", "index", "at")
+SEEKS = 100
 ENTRIES = 10_000_000
 LIMIT_MIB = 512
 EARLY = "00000001-000000000001"
@@ -67,6 +72,7 @@ def command(verb: str, log: Path, entries: int) -> list[str]:
         "replay": ["replay", text],
         "exposures": ["exposures", text],
         "explain": ["explain", EARLY, "--log", text],
+        "diff": ["diff", text, text],
         "verify": ["log", "verify", text],
         "index": ["log", "index", text],
         "at": ["replay", text, "--at", str(entries * 7 // 10)],
@@ -101,6 +107,26 @@ def limited(arguments: Sequence[str], *, limit_bytes: int) -> dict[str, Any]:
     }
 
 
+def sought(log: Path, entries: int, *, seeks: int = SEEKS, seed: int = 1) -> dict[str, Any]:
+    """How long it takes in this process until the state behind a random position is there."""
+    chance = random.Random(seed)
+    took_ms, began_cpu = [], time.process_time()
+    for position in [chance.randrange(1, entries + 1) for _ in range(seeks)]:
+        began = time.monotonic()
+        with begun(log, behind=position) as here:
+            if here.refused:
+                raise SystemExit(here.refused)
+            for _ in taken(here.capture, here.replayer, at=position):
+                pass
+        took_ms.append((time.monotonic() - began) * 1000)
+    return {
+        "seeks": seeks,
+        "median_ms": round(statistics.median(took_ms), 1),
+        "slowest_ms": round(max(took_ms), 1),
+        "cpu_ms_each": round((time.process_time() - began_cpu) * 1000 / seeks, 1),
+    }
+
+
 def main() -> int:
     """Print a JSON line for each verb; exits 1 when one of them failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -118,6 +144,8 @@ def main() -> int:
         failed = failed or said["exit_code"] != 0
         print(json.dumps({"verb": verb, "entries": count, "limit_mib": given.limit_mib, **said}))
         sys.stdout.flush()
+    if given.verb is None or "index" in given.verb:
+        print(json.dumps({"verb": "seek", "entries": count, **sought(given.folder, count)}))
     return int(failed)
 
 
