@@ -41,7 +41,7 @@ from transport.simulated_world import STORMS
 RUNS = 40
 """Seeds that the fast claims look at; `custody fuzz --simulate` goes on from there."""
 
-KEPT = (0, 16, 18, 60, 63, 81, 155, 160)
+KEPT = (0, 16, 18, 60, 63, 81, 155, 160, 3016523, 4024731)
 """Seeds that once found something, in the simulation's own parts or in what it runs."""
 
 RARE = (43, 378)

@@ -36,7 +36,7 @@ def books_agree(run: Deployment) -> None:
 
 
 def resting(run: Deployment) -> bool:
-    """Whether nobody waits for anything, and everybody is connected."""
+    """Whether nobody waits for anything, everybody is connected, and nothing is on its way."""
     owner = run.scheduler.owner
     if owner is None or not owner.settled or owner.journal.waiting:
         return False
@@ -46,7 +46,8 @@ def resting(run: Deployment) -> bool:
         return False
     for engine in run.engines.values():
         shell = engine.shell
-        if shell is None or not shell.owner.idle or not shell.control.welcomed:
+        # Who is idle may yet have to hear that its last proposal was logged.
+        if shell is None or not shell.owner.idle or not shell.control.quiet:
             return False
         if shell.owner.core.position < owner.core.position and shell.owner.core.syncing:
             return False

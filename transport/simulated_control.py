@@ -112,6 +112,11 @@ class Stream:
         if not self.broken:
             self._send(partial(self._arrive, item))
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is on its way, in either direction."""
+        return max(self._up_ns, self._down_ns) < self.network.clock.now_ns
+
     def cut(self, reason: str) -> None:
         """The stream breaks with all that is on it."""
         if self.broken:
@@ -201,6 +206,11 @@ class Control:
             stream.cut("parted")
         else:
             stream.open(hello)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is connected, and nothing is on its way to or from the engine."""
+        return self.welcomed and self._stream is not None and self._stream.empty
 
     def send(self, item: pb.EngineItem) -> None:
         """Put an item on the welcomed stream; without one it is dropped."""
