@@ -73,10 +73,7 @@ class Account:
         """Move pages from the request's promise, then from what is free, into a grant."""
         count = count_pages(pages)
         booked = tuple(
-            [
-                (name, max(0, rest - count)) if name == request else (name, rest)
-                for name, rest in self.booked
-            ]
+            [(b[0], max(0, b[1] - count)) if b[0] == request else b for b in self.booked]
         )
         mask = mask_of(pages)
         return Account(

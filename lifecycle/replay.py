@@ -130,36 +130,34 @@ class Replayer:
         self.entries += 1
         self.position = position
         self._kinds[type(entry.event)] += 1
-        history = self.history
-        if self._aside is not None:
-            self._bring_back(entry.request, self._aside)
+        history, request, aside = self.history, entry.request, self._aside
+        if aside is not None and request not in history.requests:
+            self._bring_back(request, aside)
         if self.foreign:
             self._compare(entry)
         violation = history.apply(entry)
         if violation is not None:
-            if entry.request not in self.findings and not self._broke(entry.request):
-                before = history.requests.get(entry.request)
-                self.findings[entry.request] = Finding(position, violation, entry, before)
+            if request not in self.findings and not self._broke(request):
+                before = history.requests.get(request)
+                self.findings[request] = Finding(position, violation, entry, before)
             if self.forces(entry):
                 history.take(entry)
-        if self._aside is not None:
-            self._put_aside(entry.request, self._aside)
+        if aside is not None:
+            state = history.requests.get(request)
+            if state is not None and state.phase in TERMINAL and not state.unsettled:
+                self._put_aside(state, aside)
         return violation
 
     def _bring_back(self, request: RequestId, aside: Aside) -> None:
-        if request in self.history.requests:
-            return
         state = aside.find(request)
         if state is not None:
             self.history.requests[request] = state
             self.over[state.phase] -= 1
 
-    def _put_aside(self, request: RequestId, aside: Aside) -> None:
-        state = self.history.requests.get(request)
-        if state is not None and state.phase in TERMINAL and not state.unsettled:
-            del self.history.requests[request]
-            self.over[state.phase] += 1
-            aside.put(state)
+    def _put_aside(self, state: RequestState, aside: Aside) -> None:
+        del self.history.requests[state.request]
+        self.over[state.phase] += 1
+        aside.put(state)
 
     def _broke(self, request: RequestId) -> bool:
         return self._aside is not None and self._aside.broke(request)

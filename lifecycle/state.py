@@ -135,7 +135,7 @@ class RequestState:
         """This attempt's grants for that purpose, in the order of their reservation."""
         attempt = self.attempt
         return tuple(
-            [g for g in self.grants if g.attempt == attempt and g.reserved.purpose is purpose]
+            [g for g in self.grants if g.reserved.purpose is purpose and g.attempt == attempt]
         )
 
     @property

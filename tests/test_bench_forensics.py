@@ -25,10 +25,11 @@ def test_the_synthetic_log_is_legal() -> None:
 
 
 def test_the_verb_reports_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes, and rates of entries and of page events, for reading, replay and exposures."""
+    """Sizes, and rates of entries and of page events: reading, replay, its verb, exposures."""
     assert cli.run(["bench", "forensics", "--entries", "300", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in said["measured"]] == ["read", "replay", "exposures"]
+    names = [one["name"] for one in said["measured"]]
+    assert names == ["read", "replay", "replay_verb", "exposures"]
     assert all(one["entries_per_second"] > 0 for one in said["measured"])
     assert said["bytes_per_entry_sealed"] < said["bytes_per_entry_hot"]
     assert cli.run(["bench", "forensics", "--entries", "0"]) == 2

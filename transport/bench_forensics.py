@@ -9,12 +9,13 @@ named by one entry, so that a grant of sixteen pages counts sixteen times.
 
 from __future__ import annotations
 
+import io
 import resource
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ from lifecycle.ids import (
 )
 from lifecycle.replay import Replayer
 from transport import codec
+from transport.commands_replay import replay_file
+from transport.commands_shared import EXIT_OK
 from transport.forensics_read import Capture, open_capture, uncollected
 from transport.stores import frames, sealed, segment_files
 
@@ -287,6 +290,7 @@ def measure(wanted: Wanted) -> dict[str, Any]:
             for name, seconds in (
                 ("read", _timed(folder, _read)),
                 ("replay", _timed(folder, _replay)),
+                ("replay_verb", _timed_verb(folder)),
                 ("exposures", _timed(folder, _exposures)),
             )
         ]
@@ -324,6 +328,18 @@ def _timed(folder: Path, judge: Callable[[Capture], None]) -> float:
         began = time.process_time()
         judge(open_capture(folder, stack))
         return time.process_time() - began
+
+
+def _timed_verb(folder: Path) -> float:
+    """`custody replay LOG --json`, all of it but the program's start."""
+    with redirect_stdout(io.StringIO()):
+        began = time.process_time()
+        code = replay_file(
+            folder, request=None, at=None, first=None, to=None, index=None, whole=False, json=True
+        )
+        taken = time.process_time() - began
+    assert code == EXIT_OK
+    return taken
 
 
 def _read(capture: Capture) -> None:

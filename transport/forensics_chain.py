@@ -280,14 +280,13 @@ class Survey:
 
     def _clock(self, link: _Link, entries: Sequence[pb.Entry]) -> None:
         for number, entry in enumerate(entries):
-            if entry.time_ns < self._time_ns:
-                back = self._time_ns - entry.time_ns
+            before, self._time_ns = self._time_ns, entry.time_ns
+            if self._time_ns < before:
+                back = before - self._time_ns
                 reason = f"position {link.first + number} is {back} ns before the one before it"
-                self._at(Wrong.CLOCK, link, reason)
                 # What follows is measured from here, so that one step back is told once.
-                self._time_ns = entry.time_ns
+                self._at(Wrong.CLOCK, link, reason)
                 return
-            self._time_ns = entry.time_ns
 
     def _found(
         self, wrong: Wrong, segment: str, offset: int, first: int, last: int, message: str

@@ -108,11 +108,17 @@ class Capture:
     def joined(self) -> Iterator[tuple[int, Entry, bool]]:
         """The same, and whether something that no snapshot stands for is missing before the entry."""
         gaps = 0 if self.snapshot is None else len(self.missing)
-        for position, entry in self._read():
-            self._place(position, entry.time_ns)
-            self.entries_read += 1
+        for first, entries in self._runs():
+            self._place(first, entries[0].time_ns)
+            if len(entries) > 1:
+                self._next = max(self._next, first + len(entries))
+                self._last_ns = max(self._last_ns, *[entry.time_ns for entry in entries])
             known, gaps = gaps, len(self.missing) + len(self.unknown)
-            yield position, entry, gaps > known
+            gap = gaps > known
+            for position, entry in enumerate(entries, start=first):
+                self.entries_read += 1
+                yield position, entry, gap
+                gap = False
 
     def _place(self, position: int, time_ns: int) -> None:
         """An entry is here: what lies between it and the one before it is missing."""
@@ -127,6 +133,11 @@ class Capture:
 
     def conclude(self) -> None:
         """Whoever stops before the end asks what can be said of the part that was read."""
+
+    def _runs(self) -> Iterator[tuple[int, Sequence[Entry]]]:
+        """Entries of one position after the other, and the first of them; runs of our own log only."""
+        for position, entry in self._read():
+            yield position, (entry,)
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
         raise NotImplementedError
@@ -178,7 +189,7 @@ class SegmentCapture(Capture):
         if snapshot is not None:
             self.begin_behind(snapshot)
 
-    def _read(self) -> Iterator[tuple[int, Entry]]:
+    def _runs(self) -> Iterator[tuple[int, Sequence[Entry]]]:
         for batch in self.survey.batches():
             try:
                 # A batch at once: where decoding and judging take turns with every entry, each finds
@@ -187,14 +198,15 @@ class SegmentCapture(Capture):
             except codec.CodecError:
                 yield from self._one_by_one(batch)
             else:
-                yield from enumerate(entries, start=batch.frame.first_position)
+                if entries:
+                    yield batch.frame.first_position, entries
         self.conclude()
 
-    def _one_by_one(self, batch: Batch) -> Iterator[tuple[int, Entry]]:
+    def _one_by_one(self, batch: Batch) -> Iterator[tuple[int, Sequence[Entry]]]:
         """A batch in which something says nothing, which is heard of when it is its turn."""
         for position, message in enumerate(batch.entries, start=batch.frame.first_position):
             try:
-                yield position, codec.decode_entry(message)
+                yield position, (codec.decode_entry(message),)
             except codec.UnknownEvent as error:
                 self._unreadable(jsonlines.kept_message(position, message, error))
             except MalformedRecord as error:
