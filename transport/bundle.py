@@ -15,7 +15,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,12 @@ def make(
     first: int = 1,
     last: int | None = None,
     key: bytes | None = None,
+    told: Callable[[str], object] = lambda _: None,
 ) -> bytes:
     """The archive of a log, or of the wanted requests or positions of it with the whole fleet.
 
-    `key` is an Ed25519 private key in PEM.  Raises `NoSignature` or `TooLarge`.
+    `key` is an Ed25519 private key in PEM; `told` hears what is done once the log was read.
+    Raises `NoSignature` or `TooLarge`.
     """
     redaction = Redaction()
     entries: list[tuple[int, Entry]] = []
@@ -109,9 +111,11 @@ def make(
             continue
         entries.append((position, entry if clear else redaction.entry(entry)))
     whole = capture.whole and not cut
+    told("judging what goes into the archive")
     files = _files(entries, capture, whole=whole)
     if not clear:
         files[IDENTITIES] = redaction.side_file()
+    told("packing")
     manifest = {
         "format": FORMAT,
         "version": VERSION,

@@ -7,7 +7,7 @@ Must not know: the forms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,15 +76,15 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
         Print one JSON document.
     """
     from transport.convert import import_entries
-    from transport.progress import Counting
+    from transport.progress import Reading
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output}: is there already, and is no empty folder")
     with opened(file) as capture:
         if capture.foreign:
             raise UsageError(f"{file} is a foreign log; segments would pass it off as our own")
-        with Counting(shown=not json) as counting:
-            count, head = import_entries(_recorded(capture, counting), output)
+        with Reading(capture, shown=not json):
+            count, head = import_entries(_recorded(capture), output)
         if json:
             written = {
                 "output": str(output),
@@ -101,17 +101,13 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
 
 
-def _recorded(capture: Capture, told: Callable[[int], None]) -> Iterator[tuple[int, Recorded]]:
+def _recorded(capture: Capture) -> Iterator[tuple[int, Recorded]]:
     """Every entry, and every record of a later version whose bytes are known, in their order."""
-    from transport.parquet import TOLD_ENTRIES
-
     passed_over: list[UnknownRecord] = []
     capture.passing_over = passed_over.append
-    for count, (position, entry) in enumerate(capture, start=1):
+    for position, entry in capture:
         yield from _verbatim(passed_over)
         yield position, entry
-        if count % TOLD_ENTRIES == 0:
-            told(count)
     yield from _verbatim(passed_over)
 
 
@@ -139,11 +135,11 @@ def export_parquet(
     if output is None or is_standard(output):
         raise UsageError("--format parquet: name the file with --output; it is no stream")
     from transport.parquet import write_parquet
-    from transport.progress import Counting
+    from transport.progress import Reading
 
-    with _source(log, scheduler, door) as capture, Counting(shown=not json) as counting:
-        count = write_parquet(capture, output, told=counting)
-        counting.stop()
+    with _source(log, scheduler, door) as capture:
+        with Reading(capture, shown=not json):
+            count = write_parquet(capture, output)
         size = output.stat().st_size
         if json:
             written = {

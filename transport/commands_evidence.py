@@ -25,6 +25,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.progress import Reading, Waiting, on_terminal
 from transport.replaying import taken
 
 if TYPE_CHECKING:
@@ -64,14 +65,17 @@ def slice_log(
     with opened(log) as capture:
         replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
         entries = [*capture.opening()]
-        entries += [(position, entry) for position, entry, _ in taken(capture, replayer)]
+        with Reading(capture, shown=not json):
+            entries += [(position, entry) for position, entry, _ in taken(capture, replayer)]
         for name in request:
             expect_known(name, [*replayer.history.requests, *replayer.findings])
         report = replayer.report(whole=capture.whole)
         wanted = [f for f in report.findings if not request or f.violation.request in request]
         failed = 0
-        for finding in wanted:
-            found = smallest(entries, finding, foreign=capture.foreign)
+        for number, finding in enumerate(wanted, start=1):
+            doing = f"slicing violation {number} of {len(wanted)}"
+            with Waiting(doing, shown=on_terminal() and not json):
+                found = smallest(entries, finding, foreign=capture.foreign)
             failed += found is None
             _say_slice(finding, found, output, capture, json=json)
         if not json:
@@ -162,7 +166,7 @@ def bundle(
     from transport.signature import NoSignature
 
     key = None if sign is None else sign.read_bytes()
-    with opened(log) as capture:
+    with opened(log) as capture, Reading(capture, shown=not json) as reading:
         try:
             data = archive.make(
                 capture,
@@ -172,10 +176,12 @@ def bundle(
                 first=first or 1,
                 last=to,
                 key=key,
+                told=reading.say,
             )
         except (NoSignature, archive.TooLarge) as error:
             raise UsageError(str(error)) from error
         output.write_bytes(data)
+        reading.stop()
         if json:
             written = {
                 "output": str(output),
@@ -218,7 +224,8 @@ def verify(
     from transport.signature import NoSignature
 
     try:
-        checked = archives.check(archive, key=None if key is None else key.read_bytes())
+        with Waiting(f"checking {archive}", shown=on_terminal() and not json):
+            checked = archives.check(archive, key=None if key is None else key.read_bytes())
     except NoSignature as error:
         raise UsageError(str(error) if key is None else f"{key}: {error}") from error
     if json:

@@ -22,6 +22,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.progress import Asking, Reading
 
 if TYPE_CHECKING:
     from lifecycle.forensics_values import Exposures
@@ -55,7 +56,7 @@ def exposures(
     """
     from transport import forensics_text
 
-    capture, found = _asked(log, memory_limit, temporary)
+    capture, found = _asked(log, memory_limit, temporary, shown=not json)
     if json:
         say_json(forensics_text.exposures_object(capture, found))
     else:
@@ -67,7 +68,7 @@ def exposures(
 
 
 def _asked(
-    log: Path, memory_limit: str | None, temporary: Path | None
+    log: Path, memory_limit: str | None, temporary: Path | None, *, shown: bool
 ) -> tuple[Capture, Exposures]:
     """A log with what is found in it: by the pass over its entries, or in SQL."""
     from lifecycle.forensics_exposures import Inquiry
@@ -85,11 +86,13 @@ def _asked(
                 table = open_parquet(log, stack, Means(memory_limit, temporary))
             except UnusableMeans as error:
                 raise UsageError(f"--memory-limit, --temporary: {error}") from error
-            return table, exposures_of(table).exposures
+            with Asking(table.percent, shown=shown) as asking:
+                return table, exposures_of(table, told=asking.say).exposures
     if memory_limit is not None or temporary is not None:
         raise UsageError("--memory-limit and --temporary are for Parquet, which is asked in SQL")
     with opened(log) as capture:
         inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=DiskAside())
-        for _ in inquired(capture, inquiry):
-            pass
-        return capture, found_in(capture, inquiry)
+        with Reading(capture, shown=shown):
+            for _ in inquired(capture, inquiry):
+                pass
+            return capture, found_in(capture, inquiry)

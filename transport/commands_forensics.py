@@ -33,6 +33,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.progress import Reading
 
 if TYPE_CHECKING:
     from transport.forensics_read import Capture
@@ -164,7 +165,8 @@ def explain(
 
     with _log_or_scheduler(log, scheduler, door) as capture:
         try:
-            story = stories.explain(RequestId(request), capture)
+            with Reading(capture, shown=not json):
+                story = stories.explain(RequestId(request), capture)
         except stories.NotInLog as error:
             raise UnknownRequest(request, error.near) from error
         if json:
@@ -208,16 +210,18 @@ def timeline(
     from transport import timeline as pages
     from transport import timeline_story
 
-    with opened(log) as capture:
+    with opened(log) as capture, Reading(capture, shown=not json) as reading:
         drawn = timeline_story.read(capture, title=log.name, wanted=request, most=limit)
         for name in request:
             expect_known(name, drawn.known)
+        reading.say("drawing")
         html = pages.page(drawn.document)
         output.write_text(html, encoding="utf-8")
         if perfetto is not None:
             from transport.perfetto import perfetto as trace_of
 
             perfetto.write_bytes(trace_of(drawn.shown, drawn.found))
+        reading.stop()
         if json:
             written = {
                 "output": str(output),
@@ -267,7 +271,8 @@ def diff(left: Path, right: Path, /, *, everything: Switch = False, json: Json =
     from transport import diff_text
 
     with opened(left) as one, opened(right) as other:
-        found = difference(one, other, everything=everything)
+        with Reading(one, other, shown=not json):
+            found = difference(one, other, everything=everything)
         if json:
             say_json({"same": found.same, **attrs.asdict(found)})
         else:

@@ -40,22 +40,21 @@ def index(log: Path, /, *, output: Path | None = None, json: Json = False) -> in
     from importlib.metadata import version
 
     from transport.forensics_read import SegmentCapture
-    from transport.progress import Counting
+    from transport.progress import Reading
     from transport.seek_build import NotIndexed, build
     from transport.seek_index import index_path
 
     path = output if output is not None else index_path(log)
-    with opened(log) as capture, Counting(shown=not json) as counting:
+    with opened(log) as capture:
         if not log.is_dir() or not isinstance(capture, SegmentCapture):
             raise UsageError(f"{log}: only a folder of segments can be entered in its middle")
         try:
-            built = build(capture, path, tool=f"custody {version('kv-custody')}", told=counting)
+            with Reading(capture, shown=not json):
+                built = build(capture, path, tool=f"custody {version('kv-custody')}")
         except NotIndexed as error:
-            counting.stop()
             note(f"custody: {log}: {error}")
             return EXIT_UNREADABLE
         except OSError as error:
-            counting.stop()
             note(f"custody: {path}: {error}")
             return EXIT_FAILED
     size = path.stat().st_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -33,6 +33,7 @@ from transport.commands_shared import (
     say_message,
     say_table,
 )
+from transport.progress import Waiting, on_terminal
 
 if TYPE_CHECKING:
     from engine.store import Stored
@@ -86,11 +87,19 @@ def list_requests(
         from transport.jsonlines import read_log
         from transport.log_index import summaries
 
-        _print_requests(_in_phase(summaries(read_log(log).entries), phase), limit, json=json)
+        with _reading(log, json=json):
+            entries = read_log(log).entries
+            found = tuple(islice(_in_phase(summaries(entries), phase), limit))
+        _print_requests(iter(found), limit, json=json)
         return EXIT_OK
     with connect(scheduler, door) as client:
         _print_requests(_in_phase(client.requests(), phase), limit, json=json)
     return EXIT_OK
+
+
+def _reading(log: Path, *, json: bool) -> Waiting:
+    """Shown while a whole log is read at once."""
+    return Waiting(f"reading {log}", shown=on_terminal() and not json)
 
 
 def _print_requests(requests: Iterator[RequestSummary], limit: int | None, *, json: bool) -> None:
@@ -180,7 +189,8 @@ def show(
     """
     from transport import jsonlines, render
 
-    entries = _of_request(request, scheduler=scheduler, door=door, log=log, whole=whole)
+    with _reading(log, json=json) if log is not None else nullcontext():
+        entries = _of_request(request, scheduler=scheduler, door=door, log=log, whole=whole)
     if json:
         for one in entries:
             say_json(jsonlines.entry_object(one))
@@ -257,7 +267,8 @@ def export(
         return export_parquet(output, scheduler=scheduler, door=door, log=log, json=json)
     from transport.jsonlines import write_jsonlines
 
-    entries, complete = _whole(scheduler=scheduler, door=door, log=log)
+    with _reading(log, json=json) if log is not None else nullcontext():
+        entries, complete = _whole(scheduler=scheduler, door=door, log=log)
     if entries and entries[0].position > 1:
         missing = f"positions 1 to {entries[0].position - 1} are not in this export"
         note(f"{missing}; a snapshot that stands for them stays in the log's folder")
@@ -265,7 +276,8 @@ def export(
         write_jsonlines(sys.stdout, entries, complete=complete)
         sys.stdout.flush()
     else:
-        with output.open("w", encoding="utf-8") as stream:
+        writing = Waiting(f"writing {output}", shown=on_terminal() and not json)
+        with output.open("w", encoding="utf-8") as stream, writing:
             write_jsonlines(stream, entries, complete=complete)
         note(f"{counted(len(entries), 'entry')} written to {output}")
     return EXIT_OK

@@ -50,7 +50,7 @@ def metrics(
         with connect(scheduler, door) as client:
             text = client.metrics()
     else:
-        text, code = _of_log(file)
+        text, code = _of_log(file, json=json)
     if json:
         from transport.metrics_text import document
 
@@ -62,19 +62,21 @@ def metrics(
     return code
 
 
-def _of_log(file: Path) -> tuple[str, int]:
+def _of_log(file: Path, *, json: bool) -> tuple[str, int]:
     """The metrics of a log, and the exit code that `replay` would give it."""
     from lifecycle.replay import Replayer
     from lifecycle.tally import Tally
     from transport.commands_forensics import opened
     from transport.metrics_text import exposition
+    from transport.progress import Reading
     from transport.replaying import replayed
 
     with opened(file) as capture:
         replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
         tally = Tally(replayer.history)
-        replayed(capture, replayer, tally)
-        report = replayer.report(whole=capture.whole)
+        with Reading(capture, shown=not json):
+            replayed(capture, replayer, tally)
+            report = replayer.report(whole=capture.whole)
     text = exposition(tally.families())
     if not capture.whole:
         note("incomplete: what is missing is not counted")

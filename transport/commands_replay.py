@@ -24,6 +24,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.progress import Reading
 from transport.replaying import replayed, wanted
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ def _verdict(
     ends = Ends(replayer)
     # With an index both ends can be left out; without one the end is read as it ever was.
     stop = to if here.skipped is not None else None
-    replayed(capture, replayer, ends, at=stop)
-    report = replayer.report(whole=capture.whole and stop is None)
+    with Reading(capture, shown=not json):
+        replayed(capture, replayer, ends, at=stop)
+        report = replayer.report(whole=capture.whole and stop is None)
     state = replayer.state(RequestId(request)) if request else None
     if request is not None and state is None and request not in replayer.findings:
         expect_known(request, tuple(replayer.names()))
@@ -111,8 +113,9 @@ def _world(here: Begun, at: int, *, json: bool) -> int:
     from transport.replaying import taken
 
     capture, replayer = here.capture, here.replayer
-    for _ in taken(capture, replayer, at=at):
-        pass
+    with Reading(capture, shown=not json):
+        for _ in taken(capture, replayer, at=at):
+            pass
     broken = capture.problems or capture.unknown or len(capture.gaps()) > bool(capture.snapshot)
     if json:
         document = replay_text.world_object(replayer)

@@ -23,6 +23,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.progress import Reading
 
 if TYPE_CHECKING:
     from transport.forensics_read import SegmentCapture
@@ -51,7 +52,7 @@ def verify(log: Path, /, *, head: str | None = None, key: Keys = (), json: Json 
     from transport.forensics_read import SegmentCapture
 
     expected = _hash_of(head)
-    with opened(log) as capture:
+    with opened(log) as capture, Reading(capture, shown=not json) as reading:
         capture.expected_head = expected
         found = None
         if isinstance(capture, SegmentCapture) and log.is_dir():
@@ -61,6 +62,7 @@ def verify(log: Path, /, *, head: str | None = None, key: Keys = (), json: Json 
         else:
             for _ in capture:
                 pass
+        reading.stop()
         if json:
             say_json(verify_text.verify_object(capture, found))
         else:
@@ -133,8 +135,9 @@ def sign(log: Path, /, *, key: Path, output: Path | None = None, json: Json = Fa
     with opened(log) as capture:
         if not isinstance(capture, SegmentCapture) or not log.is_dir():
             raise UsageError(f"{log}: only a folder of segments has a chain that can be signed")
-        for _ in capture:
-            pass
+        with Reading(capture, shown=not json):
+            for _ in capture:
+                pass
         dropped = 0 if capture.snapshot is None else 1
         if capture.problems or capture.unknown or len(capture.missing) > dropped:
             note(

@@ -9,6 +9,7 @@ through the pass, with the entries of whoever wrote on the same pages before, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.resources import files
 
 import attrs
@@ -26,6 +27,7 @@ from lifecycle.forensics_sums import (
 )
 from lifecycle.forensics_values import Exposures, Missing, Others, Symptom
 from lifecycle.ids import FLEET, RequestId
+from lifecycle.wording import counted
 from transport.aside import DiskAside
 from transport.jsonlines import UnreadableLog
 from transport.parquet import quoted
@@ -34,6 +36,9 @@ from transport.replaying import found_in, inquired
 
 SHARE_MOST = 0.5
 """Where more of the requests than this are needed, the pass over everything is the shorter way."""
+
+TOLD_ENTRIES = 10_000
+"""After so many entries the pass over everything says again how far it is."""
 
 
 @attrs.frozen
@@ -56,11 +61,19 @@ def script() -> str:
     return (files("transport") / "assets" / "exposures.sql").read_text(encoding="utf-8")
 
 
-def exposures_of(capture: ParquetCapture, *, share_most: float = SHARE_MOST) -> Answered:
-    """The answer for a file that has not been read yet.  Raises `UnreadableLog`."""
+def exposures_of(
+    capture: ParquetCapture,
+    *,
+    share_most: float = SHARE_MOST,
+    told: Callable[[str], object] = lambda _: None,
+) -> Answered:
+    """The answer for a file that has not been read yet; `told` hears each step as it begins.
+
+    Raises `UnreadableLog`.
+    """
     import duckdb
 
-    asked = _Question(capture)
+    asked = _Question(capture, told)
     try:
         if asked.reduce(share_most):
             return asked.answer()
@@ -74,7 +87,8 @@ def exposures_of(capture: ParquetCapture, *, share_most: float = SHARE_MOST) -> 
     capture.begin_again()
     inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=DiskAside())
     for _ in inquired(capture, inquiry):
-        pass
+        if capture.entries_read % TOLD_ENTRIES == 0:
+            told(f"tables clear too few: {counted(capture.entries_read, 'entry', ',')} read")
     found = found_in(capture, inquiry)
     return Answered(found, sql=False, requests=found.requests)
 
@@ -82,8 +96,9 @@ def exposures_of(capture: ParquetCapture, *, share_most: float = SHARE_MOST) -> 
 class _Question:
     """One file's tables and what follows from them."""
 
-    def __init__(self, capture: ParquetCapture) -> None:
+    def __init__(self, capture: ParquetCapture, told: Callable[[str], object]) -> None:
         self.capture = capture
+        self.told = told
         self.connection = capture.connection
         self.claims_whole = capture.claims_whole
         self.losses: list[int] = []
@@ -98,6 +113,7 @@ class _Question:
 
     def reduce(self, share_most: float) -> bool:
         """Make the tables; false where they are no shorter way."""
+        self.told("looking for what is missing")
         self.losses = self.capture.survey()
         self.gaps = self.capture.gaps()
         unlocated = (not self.capture.whole and not self.gaps) or any(
@@ -112,21 +128,26 @@ class _Question:
             "INSERT INTO gaps SELECT unnest($first), unnest($last)",
             {"first": [gap.first for gap in located], "last": [gap.last for gap in located]},
         )
-        run(script())
+        statements = self.connection.extract_statements(script())
+        for number, statement in enumerate(statements, start=1):
+            self.told(f"step {number} of {len(statements)}")
+            run(statement)
         if self.one("SELECT count(*) FROM pools WHERE odd")[0]:
             return False
-        counted = self.one(
+        sums = self.one(
             "SELECT (SELECT count(*) FROM stories), (SELECT count(*) FROM open_questions), "
             "(SELECT count(*) FROM needed)"
         )
-        requests, left, needed = counted
+        requests, left, needed = sums
         self.counts = (requests, left, needed)
         return needed <= requests * share_most
 
     # --- What is left to the pass -----------------------------------------------------------------
 
     def answer(self) -> Answered:
+        self.told(f"judging {counted(self.counts[1], 'open question', ',')}")
         inquiry, places = self._inquiry()
+        self.told("adding up")
         others = self._others(inquiry, places)
         found = summed(
             inquiry,

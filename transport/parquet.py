@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,13 +31,13 @@ from transport.jsonlines import UnknownRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     import duckdb
 
 ONE_THREAD = "SET threads = 1"
 """Rows then come in the order in which they are read."""
 FLUSH_BYTES = 1 << 18
-TOLD_ENTRIES = 10_000
 
 
 class NoParquet(Exception):
@@ -71,9 +73,10 @@ def connect(means: Means = MEANS) -> duckdb.DuckDBPyConnection:
     except ImportError as error:
         raise NoParquet from error
     connection = duckdb.connect(":memory:")
-    # Nothing is fetched from anywhere, and nobody watches a bar that is not ours.
+    # Nothing is fetched from anywhere; how far a query is can be asked, and is drawn by us alone.
     connection.execute("SET autoinstall_known_extensions = false")
-    connection.execute("SET enable_progress_bar = false")
+    connection.execute("SET enable_progress_bar = true")
+    connection.execute("SET enable_progress_bar_print = false")
     # DuckDB makes this folder when it needs it, and takes it away again; its own choice would be one
     # in the folder where the verb was started.  Nobody else can have made this one before.
     temporary = means.temporary or Path(tempfile.gettempdir()) / f"custody-{secrets.token_hex(8)}"
@@ -86,6 +89,41 @@ def connect(means: Means = MEANS) -> duckdb.DuckDBPyConnection:
     return connection
 
 
+@contextmanager
+def signals_heard(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Raise what a signal's handler raised, for which DuckDB ends a query with another error."""
+    raised: list[BaseException] = []
+
+    def keeping(handler: Callable[[int, FrameType | None], Any]) -> Callable[..., Any]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            try:
+                handler(number, frame)
+            except BaseException as error:
+                raised.append(error)
+                connection.interrupt()
+                raise
+
+        return handle
+
+    before = {}
+    # Handlers run in the main thread, and only there they can be set.
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                before[number] = handler
+                signal.signal(number, keeping(handler))
+    try:
+        yield
+    except Exception as error:
+        if raised:
+            raise raised[0] from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def quoted(text: str) -> str:
     """As a string of SQL."""
     return "'" + text.replace("'", "''") + "'"
@@ -94,10 +132,8 @@ def quoted(text: str) -> str:
 # --- Writing ----------------------------------------------------------------------------------
 
 
-def write_parquet(
-    capture: Capture, output: Path, *, told: Callable[[int], None] = lambda _: None
-) -> int:
-    """Write a capture, whatever it lacks; `told` hears how far it is.  Returns the entries written.
+def write_parquet(capture: Capture, output: Path) -> int:
+    """Write a capture, whatever it lacks.  Returns the entries written.
 
     Raises `NoParquet` or `NotWritten`; the output is there when all of it is.
     """
@@ -106,7 +142,7 @@ def write_parquet(
     # Entries are made by one thread in any case, and the order of rows then hangs on nothing else.
     connection.execute(ONE_THREAD)
     try:
-        count = _copied(connection, capture, partial, told)
+        count = _copied(connection, capture, partial)
         partial.replace(output)
     finally:
         connection.close()
@@ -114,12 +150,7 @@ def write_parquet(
     return count
 
 
-def _copied(
-    connection: duckdb.DuckDBPyConnection,
-    capture: Capture,
-    path: Path,
-    told: Callable[[int], None],
-) -> int:
+def _copied(connection: duckdb.DuckDBPyConnection, capture: Capture, path: Path) -> int:
     """Rows go through a pipe: this thread makes them, DuckDB reads and packs them meanwhile."""
     source, sink = os.pipe()
     failed: list[Exception] = []
@@ -138,10 +169,9 @@ def _copied(
     count = 0
     try:
         with os.fdopen(sink, "wb", buffering=FLUSH_BYTES) as stream:
-            for count, line in _lines(capture):
+            for so_far, line in _lines(capture):
                 stream.write(line)
-                if count % TOLD_ENTRIES == 0:
-                    told(count)
+                count = so_far
     except BrokenPipeError as error:
         thread.join()
         raise _not_written(path, failed) from error

@@ -29,7 +29,7 @@ from transport.codec_values import MalformedRecord
 from transport.forensics_chain import Problem, Wrong
 from transport.forensics_read import Capture
 from transport.jsonlines import LogFile, UnknownRecord, UnreadableLog
-from transport.parquet import MEANS, ONE_THREAD, Means, connect, quoted
+from transport.parquet import MEANS, ONE_THREAD, Means, connect, quoted, signals_heard
 
 if TYPE_CHECKING:
     import duckdb
@@ -142,6 +142,16 @@ class ParquetCapture(Capture):
             return self.connection.execute(query).fetchall()
         except duckdb.Error as error:
             raise UnreadableLog(0, f"{self.path}: {error}") from error
+
+    def percent(self) -> float | None:
+        """How much of the running query is done, as far as DuckDB knows; any thread may ask."""
+        import duckdb
+
+        try:
+            percent: float = self.connection.query_progress()
+        except duckdb.Error:
+            return None
+        return percent if percent >= 0 else None
 
     def _metadata(self) -> dict[str, str]:
         import duckdb
@@ -331,6 +341,7 @@ def open_parquet(path: Path, stack: ExitStack, means: Means = MEANS) -> ParquetC
     """The file as a capture.  Raises `NoParquet` or `UnreadableLog`."""
     connection = connect(means)
     stack.callback(connection.close)
+    stack.enter_context(signals_heard(connection))
     name = str(path)
     if set(name) & PATTERN:
         # A name is a pattern to DuckDB, and would find nothing, or other files.

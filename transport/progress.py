@@ -1,4 +1,4 @@
-"""Progress on a terminal: loading a model, waiting for the first token, counting entries.
+"""Progress on a terminal: loading a model, waiting for the first token, reading logs.
 
 Owns: what is drawn on standard error, and that nothing is drawn where nobody looks.
 Must not know: what is loaded or waited for.
@@ -7,13 +7,15 @@ Must not know: what is loaded or waited for.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from lifecycle.wording import counted
+from transport.spelling import spelt
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, Task, TaskID
 
 
 def on_terminal() -> bool:
@@ -34,7 +36,7 @@ class LoadingBar:
         if self._closed:
             return
         if self._bars is None:
-            self._bars = _progress("{task.description}", bar=True)
+            self._bars = _progress(bar=True)
             self._bars.start()
         if stage not in self._stages:
             self._stages[stage] = self._bars.add_task(stage, total=1.0)
@@ -48,17 +50,23 @@ class LoadingBar:
 
 
 class Waiting:
-    """A spinner with a sentence and the time that has passed, until `stop`."""
+    """A spinner with a sentence and the time that has passed, until `stop`.
+
+    Nothing is printed on standard output before that.
+    """
 
     def __init__(self, sentence: str = "waiting for admission", *, shown: bool) -> None:
-        self._bar = _progress("{task.description}", bar=False) if shown else None
         self._sentence = sentence
-        self._task: TaskID | None = None
+        self._bar = _progress(bar=False, said=self.sentence) if shown else None
+
+    def sentence(self) -> str:
+        """What is waited for now; asked by the thread that draws, a few times a second."""
+        return self._sentence
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
-            self._task = self._bar.add_task(self._sentence, total=None)
+            self._bar.add_task("", total=None)
         return self
 
     def __exit__(
@@ -71,8 +79,7 @@ class Waiting:
 
     def say(self, sentence: str) -> None:
         """What is waited for now."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=sentence)
+        self._sentence = sentence
 
     def stop(self) -> None:
         """Remove it; again is nothing."""
@@ -81,20 +88,64 @@ class Waiting:
             self._bar = None
 
 
-class Counting(Waiting):
-    """A waiting line that says how many entries have been seen, until `stop`."""
+class Read(Protocol):
+    """A log that is being read."""
 
-    def __init__(self, *, shown: bool) -> None:
-        super().__init__("reading", shown=shown and on_terminal())
-
-    def __call__(self, count: int) -> None:
-        """So many by now."""
-        self.say(counted(count, "entry", ","))
+    entries_read: int
 
 
-def _progress(text: str, *, bar: bool) -> Progress:
+class Reading(Waiting):
+    """A waiting line that asks logs how many of their entries have been read.
+
+    Whoever reads is not slowed down by it: the thread that draws looks now and then.
+    """
+
+    def __init__(self, *logs: Read, shown: bool) -> None:
+        self._logs = logs
+        super().__init__("", shown=shown and on_terminal())
+
+    def sentence(self) -> str:
+        """How many entries there were, and what is made of them once `say` has said it."""
+        count = counted(sum(log.entries_read for log in self._logs), "entry", ",")
+        return f"{count}, {self._sentence}" if self._sentence else count
+
+
+class Asking(Waiting):
+    """A waiting line with a step of a database's work, and how much of the step is done."""
+
+    def __init__(self, percent: Callable[[], float | None], *, shown: bool) -> None:
+        """`percent` may be asked by another thread, and is None where nobody knows."""
+        self._percent = percent
+        super().__init__("asking the database", shown=shown and on_terminal())
+
+    def sentence(self) -> str:
+        """The step, and its share if the database tells it."""
+        percent = self._percent()
+        return self._sentence if percent is None else f"{self._sentence}, {percent:.0f} %"
+
+
+def _progress(*, bar: bool, said: Callable[[], str] | None = None) -> Progress:
+    """Bars with their names, or a spinner beside whatever `said` says when it is drawn."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        SpinnerColumn,
+        TimeElapsedColumn,
+    )
+    from rich.text import Text
 
-    shape = (TextColumn(text), BarColumn()) if bar else (SpinnerColumn(), TextColumn(text))
-    return Progress(*shape, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    class Said(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(spelt(task.description if said is None else said()))
+
+    shape = (Said(), BarColumn()) if bar else (SpinnerColumn(), Said())
+    return Progress(
+        *shape,
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        # What is written to standard output is data, and never a line of this drawing.
+        redirect_stdout=False,
+    )

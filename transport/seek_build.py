@@ -9,7 +9,6 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -132,9 +131,8 @@ def build(
     *,
     tool: str,
     every: int = EVERY,
-    told: Callable[[int], None] = lambda _: None,
 ) -> Built:
-    """Replay the whole log and write its index; `told` hears how many entries were read.
+    """Replay the whole log and write its index.
 
     `every` is how many entries lie between two snapshots; 0 takes one behind every batch.
     Raises `NotIndexed` or OSError.
@@ -144,8 +142,6 @@ def build(
         builder = _Builder(capture, writer, every)
         for position, entry in capture:
             builder.take(position, entry)
-            if capture.entries_read % 100_000 == 0:
-                told(capture.entries_read)
         last = capture.survey.place
         dropped = 0 if capture.snapshot is None else 1
         if last is None or capture.problems or capture.unknown or len(capture.missing) > dropped:
