@@ -7,16 +7,8 @@ import mmap
 import pytest
 import torch
 
-from engine.pool import (
-    KVPool,
-    MemorySizeError,
-    PoolTooSmallError,
-    bytes_needed,
-    filled_counts,
-    measure_free_bytes,
-    pages_for,
-    parse_memory,
-)
+from engine.memory_size import MemorySizeError, measure_free_bytes, parse_memory
+from engine.pool import KVPool, PoolTooSmallError, bytes_needed, filled_counts, pages_for
 from kernels.layout import BufferUnsuitableError, PageLayout, PageMemory
 
 LAYOUT = PageLayout(layers=2, kv_heads=1, head_dim=32, page_tokens=4)
@@ -44,7 +36,8 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "MiB", "-1", "12 apples", "101%", "0", "0%", "1e9", "٣", "0.1B", "5%%"]
+    "text",
+    ["", "MiB", "-1", "12 apples", "101%", "0", "0%", "1e9", "٣", "0.1B", "5%%", "9" * 400 + ".5B"],
 )
 def test_unreadable_sizes_are_refused(text: str) -> None:
     """Whatever is no size is an error that repeats the text."""

@@ -207,8 +207,9 @@ def _exit_code(error: Exception) -> int | None:
     if isinstance(error, OSError):
         return EXIT_FAILED
     # Imported only now that something went wrong: these modules are slow to import.
+    from engine.memory_size import MemorySizeError
     from engine.model_config import ModelError
-    from engine.pool import MemorySizeError, PoolTooSmallError
+    from engine.pool import PoolTooSmallError
     from engine.store import StoreDamaged, StoreError, StoreTooNew
     from kernels.layout import LayoutUnsupportedError
     from transport.bundle import NoBundle

@@ -26,7 +26,7 @@ from engine.pool import bytes_needed
 from lifecycle.ids import EngineId, Party, party_of
 from transport.engine_hooks import NO_HOOKS, EngineHooks
 from transport.engine_parts import Loaded, Progress, ProgressLines, load
-from transport.engine_planes import open_memory, pool_pages, shut_down
+from transport.engine_planes import open_memory, pool_pages, require_usable, shut_down
 from transport.engine_shell import EngineShell
 from transport.fleet_client import PreviousLife
 from transport.logging_setup import bind
@@ -64,6 +64,8 @@ async def run_engine(
     LayoutUnsupportedError before anything was joined.
     """
     torch.set_num_threads(settings.threads or min(os.cpu_count() or 1, THREADS_MAX))
+    # Reading a model takes as long as a minute; what is refused in any case is refused before it.
+    require_usable(settings)
     loaded = await anyio.to_thread.run_sync(load, settings, progress or ProgressLines())
     # A share of what is free is taken once: every life has as many pages.
     pool_bytes = bytes_needed(loaded.layout, pool_pages(settings, loaded.layout))

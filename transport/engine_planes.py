@@ -23,8 +23,9 @@ import torch
 
 from engine.dataplane import DataPlane
 from engine.dataplane_errors import PlaneMisused
+from engine.memory_size import measure_free_bytes, parse_memory
 from engine.model import Model
-from engine.pool import KVPool, bytes_needed, measure_free_bytes, pages_for, parse_memory
+from engine.pool import KVPool, bytes_needed, pages_for
 from kernels.layout import PageLayout, PageMemory
 from lifecycle.events import FenceScope, Role
 from lifecycle.ids import Party
@@ -59,6 +60,14 @@ class EngineMemory:
     def fence_scope(self) -> FenceScope:
         """The plane's scope in the log's words."""
         return FenceScope[self.plane.capabilities.fence_scope.name]
+
+
+def require_usable(settings: EngineSettings) -> None:
+    """Whether the files of its doors can be used, which needs no model.  Raises InvalidSetting."""
+    Dial.of(settings, token_file=settings.token_file)
+    if settings.role is Role.DECODE and settings.plane == "grpc":
+        open_access(settings.credentials)
+        server_credentials(settings)
 
 
 def page_layout(model: Model, *, page_tokens: int) -> PageLayout:

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from engine.memory_size import MemorySizeError, parse_memory
 from lifecycle.events import Role
 from transport.stores.retention_limits import Retention
 
@@ -20,6 +21,9 @@ LOOPBACK = "127.0.0.1"
 SCHEDULER_PORT = 50551
 DEFAULT_MODEL = Path(".cache/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+PAGE_TOKENS_MAX = 1 << 16
+"""As `kernels.layout` has it, whose import takes seconds."""
+_ANY_BYTES = 1 << 62
 PLANES = ("shared-memory", "grpc")
 WEIGHTS = ("float", "int8")
 WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - named to be refused
@@ -80,6 +84,20 @@ def _retention(
         Retention.parse(value)
     except ValueError as error:
         raise InvalidSetting(name=attribute.name, value=value, reason=str(error)) from error
+
+
+def _memory(_instance: object, attribute: attrs.Attribute[str], value: str) -> None:
+    """Whether it is a size at all; how many pages it holds hangs on the model."""
+    try:
+        parse_memory(value, free_bytes=_ANY_BYTES)
+    except MemorySizeError as error:
+        raise InvalidSetting(name=attribute.name, value=value, reason=error.reason) from error
+
+
+def _page_tokens(_instance: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if not 0 < value <= PAGE_TOKENS_MAX:
+        reason = f"a page holds 1 to {PAGE_TOKENS_MAX} tokens"
+        raise InvalidSetting(name=attribute.name, value=value, reason=reason)
 
 
 def _port(_instance: object, attribute: attrs.Attribute[int], value: int) -> None:
@@ -239,9 +257,9 @@ class CallSettings(DialSettings):
 class PoolSettings(DialSettings):
     """Memory and work of an engine, and its calls; `serve` gives all engines the same."""
 
-    kv_memory: str = "20%"
+    kv_memory: str = attrs.field(default="20%", validator=_memory)
     """Size of the KV pool: bytes as "512MiB", or a share of free memory as "20%"."""
-    page_tokens: int = attrs.field(default=32, validator=_above_zero)
+    page_tokens: int = attrs.field(default=32, validator=_page_tokens)
     """Tokens that a KV page holds."""
     staging_pages: int = attrs.field(default=64, validator=_above_zero)
     """Prefill: pages of packed chunks that wait for their destination."""
