@@ -66,7 +66,10 @@ def list_requests(
     log: Path | None = None,
     json: Json = False,
 ) -> int:
-    """List requests in the order of their first entries, a line each.
+    """List requests in the order of their first entries, two lines each.
+
+    The first says what became of it, the second when it began, how long it took, and where its
+    entries stand.
 
     Parameters
     ----------
@@ -109,7 +112,8 @@ def _print_requests(requests: Iterator[RequestSummary], limit: int | None, *, js
         if json:
             say_message(one, zeros=True)
         else:
-            say(render.request_line(one))
+            for line in render.request_lines(one):
+                say(line)
 
 
 def _in_phase(

@@ -43,6 +43,7 @@ from lifecycle.replay import Finding
 from lifecycle.rules import RULES
 from lifecycle.wording import counted, form
 from transport.spelling import spelt
+from transport.status_text import wrapped
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -240,17 +241,20 @@ def entry_line(stored: Stored) -> str:
     )
 
 
-def request_line(summary: log_pb2.RequestSummary) -> str:
-    """One request as one line of a list."""
+def request_lines(summary: log_pb2.RequestSummary) -> Iterator[str]:
+    """One request in a list: what became of it, and under that, indented, when and where."""
     from transport.pb.log_pb2 import Phase
 
     phase = Phase.Name(summary.phase).removeprefix("PHASE_").lower()
-    how = f" {summary.outcome} ({summary.outcome_reason})" if summary.outcome else ""
+    # Who is rejected has no other phase.
+    how = "" if summary.outcome.lower() in ("", phase) else f" {summary.outcome}"
+    why = f" ({summary.outcome_reason})" if summary.outcome else ""
+    attempt = f", attempt {summary.attempt}" if summary.attempt else ""
+    yield from wrapped(f"{summary.request_id} {phase}{how}{why}{attempt}")
     milliseconds = (summary.last_time_ns - summary.first_time_ns) / MILLISECOND_NS
-    return (
-        f"{summary.request_id} {clock(summary.first_time_ns)} {phase}{how}, "
-        f"attempt {summary.attempt}, positions {summary.first_position} to "
-        f"{summary.last_position}, {milliseconds:.1f} ms"
+    yield (
+        f"    {clock(summary.first_time_ns)}, {milliseconds:.1f} ms, "
+        f"positions {summary.first_position} to {summary.last_position}"
     )
 
 

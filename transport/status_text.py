@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lifecycle.wording import counted
+from transport.spelling import spelt
 
 if TYPE_CHECKING:
     from transport.pb import admin_pb2
@@ -23,13 +24,21 @@ ENDED = "ended but not settled"
 def status_lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
     """The deployment in a few lines of at most `COLUMNS` characters, if no name is longer."""
     for line in _lines(status):
-        yield from textwrap.wrap(
-            line,
-            COLUMNS,
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from wrapped(line)
+
+
+def wrapped(line: str) -> list[str]:
+    """The line in pieces that a usual terminal holds, the later ones indented.
+
+    What a foreign name holds is spelt before, because wrapping takes an end of a line for a space.
+    """
+    return textwrap.wrap(
+        spelt(line),
+        COLUMNS,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _lines(status: admin_pb2.GetStatusResponse) -> Iterator[str]:
