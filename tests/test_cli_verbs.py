@@ -117,6 +117,8 @@ ALONE: list[tuple[int, str]] = [
     (0, "bench forensics --entries 300"),
     (0, "fuzz --runs 1 --seed 1"),
     (2, "fuzz --runs 0"),
+    (5, "fuzz --replay {good}.none"),
+    (5, "fuzz --replay {good}"),
     (0, "replay {good}"),
     (0, "exposures {good}"),
     (0, f"explain {handmade.TWO} --log {{good}}"),
@@ -128,6 +130,9 @@ ALONE: list[tuple[int, str]] = [
     (0, "slice {good} --output {good}.slices"),
     (0, "bundle {good} --output {good}.zip"),
     (5, "bundle verify {good}"),
+    (5, "bundle verify {good}.none"),
+    (2, "bundle verify {good} --key {good}.none"),
+    (2, "bundle {good} --sign {good}.none"),
     (0, "log ls --log {good} --phase closed"),
     (0, "log export --log {good}"),
     (0, "metrics {good}"),
@@ -166,8 +171,8 @@ ALONE: list[tuple[int, str]] = [
     (1, "explain nobody --log {good}"),
     (5, "log export --log {good}.none"),
     (5, "metrics {good}.none"),
-    (2, "simulate --trace {good}.none --preset incident-8k"),
-    (2, "simulate --trace {good} --preset incident-8k"),
+    (5, "simulate --trace {good}.none --preset incident-8k"),
+    (5, "simulate --trace {good} --preset incident-8k"),
     (0, "fuzz --simulate --seed 3 --runs 1"),
 ]
 CALLING = (
@@ -327,7 +332,7 @@ async def test_ls_lists_by_phase_and_limit(model: Path, run: Run) -> None:
         assert [line["outcome"] for line in rejected.lines] == [Rejected.__name__]
         one = await run("log", "ls", "--limit", "1", *where)
         assert one.out.startswith(first)
-        assert len(one.out.splitlines()) == 1
+        assert [line[:1] for line in one.out.splitlines()] == [first[:1], " "]
 
 
 async def test_tail_begins_where_it_is_told(model: Path, run: Run) -> None:

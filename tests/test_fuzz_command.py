@@ -170,7 +170,10 @@ def test_a_broken_trace_of_a_corpus_is_a_finding(capsys: pytest.CaptureFixture[s
     assert "wrong.trace.toml: expected leak of adapter" in said
     assert "clean.trace.toml:" not in said
     (folder / "broken.trace.toml").write_text("format")
-    assert cli.run(["fuzz", "--seed=1", "--runs=1", "--corpus=kept"]) == 2
+    assert cli.run(["fuzz", "--seed=1", "--runs=1", "--corpus=kept"]) == 5
+    assert capsys.readouterr().err.startswith("custody: kept/broken.trace.toml: ")
+    assert cli.run(["fuzz", "--runs=1", "--corpus=kept/broken.trace.toml"]) == 2
+    assert "is no folder" in capsys.readouterr().err
 
 
 def test_a_trace_is_needless_when_others_reach_all_of_it() -> None:
@@ -230,7 +233,7 @@ def test_an_unreadable_trace(capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.toml").write_text('format = "custody.trace"\nversion = 9\n')
     assert cli.run(["replay", "bad.toml"]) == 5
     assert "version: must be 1, not 9" in capsys.readouterr().err
-    assert cli.run(["fuzz", "--replay=missing.toml"]) == 1
+    assert cli.run(["fuzz", "--replay=missing.toml"]) == 5
 
 
 @pytest.mark.usefixtures("without_checkout")

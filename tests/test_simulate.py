@@ -139,10 +139,10 @@ def test_a_trace_is_found_by_path_or_in_the_named_folder(
     monkeypatch.setenv("CUSTODY_TRACES", str(tmp_path))
     assert find_trace(Path("t.jsonl")) == tmp_path / "t.jsonl"
     assert find_trace(tmp_path / "t.jsonl") == tmp_path / "t.jsonl"
-    assert cli.run(["simulate", "--trace=absent.jsonl", "--preset=incident-8k"]) == 2
+    assert cli.run(["simulate", "--trace=absent.jsonl", "--preset=incident-8k"]) == 5
     assert str(tmp_path) in capsys.readouterr().err
     monkeypatch.delenv("CUSTODY_TRACES")
-    assert cli.run(["simulate", "--trace=absent.jsonl", "--preset=incident-8k"]) == 2
+    assert cli.run(["simulate", "--trace=absent.jsonl", "--preset=incident-8k"]) == 5
     assert "CUSTODY_TRACES" in capsys.readouterr().err
 
 

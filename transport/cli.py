@@ -47,6 +47,7 @@ from transport.commands_shared import (
     EXIT_USAGE,
     Json,
     Terminated,
+    UnreadableFile,
     UsageError,
     complain,
     part,
@@ -206,6 +207,8 @@ def _exit_code(error: Exception) -> int | None:
         return EXIT_FAILED
     if isinstance(error, OSError):
         return EXIT_FAILED
+    if isinstance(error, UnreadableFile):
+        return EXIT_UNREADABLE
     # Imported only now that something went wrong: these modules are slow to import.
     from engine.memory_size import MemorySizeError
     from engine.model_config import ModelError

@@ -21,6 +21,7 @@ from transport.commands_shared import (
     Json,
     Switch,
     UsageError,
+    key_bytes,
     note,
     say,
     say_json,
@@ -165,7 +166,7 @@ def bundle(
     from transport import bundle as archive
     from transport.signature import NoSignature
 
-    key = None if sign is None else sign.read_bytes()
+    key = None if sign is None else key_bytes(sign, "--sign")
     with opened(log) as capture, Reading(capture, shown=not json) as reading:
         try:
             data = archive.make(
@@ -225,7 +226,7 @@ def verify(
 
     try:
         with Waiting(f"checking {archive}", shown=on_terminal() and not json):
-            checked = archives.check(archive, key=None if key is None else key.read_bytes())
+            checked = archives.check(archive, key=None if key is None else key_bytes(key))
     except NoSignature as error:
         raise UsageError(str(error) if key is None else f"{key}: {error}") from error
     if json:

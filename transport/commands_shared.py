@@ -19,6 +19,8 @@ from transport.settings import LOOPBACK, SCHEDULER_PORT, CallSettings
 from transport.spelling import spelt
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from google.protobuf.message import Message
     from rich.table import Table
 
@@ -58,6 +60,10 @@ class UsageError(Exception):
     """The arguments make no sense together."""
 
 
+class UnreadableFile(Exception):
+    """What is to be read is not there, or is nothing of its kind."""
+
+
 class Terminated(BaseException):
     """SIGTERM arrived; what is open is closed on the way out."""
 
@@ -67,6 +73,14 @@ def connect(scheduler: str, door: CallSettings) -> Client:
     from transport.client import Client
 
     return Client(scheduler, door)
+
+
+def key_bytes(path: Path, flag: str = "--key") -> bytes:
+    """What a key's file holds. Raises UsageError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {(error.strerror or str(error)).lower()}") from error
 
 
 def require_timeout(seconds: float | None) -> None:

@@ -19,6 +19,7 @@ from transport.commands_shared import (
     EXIT_UNREADABLE,
     Json,
     UsageError,
+    key_bytes,
     note,
     say,
     say_json,
@@ -56,7 +57,7 @@ def verify(log: Path, /, *, head: str | None = None, key: Keys = (), json: Json 
         capture.expected_head = expected
         found = None
         if isinstance(capture, SegmentCapture) and log.is_dir():
-            found = _signatures(log, capture, [path.read_bytes() for path in key])
+            found = _signatures(log, capture, [key_bytes(path) for path in key])
         elif key:
             raise UsageError(f"--key: {log} is no folder of segments, beside which signatures lie")
         else:
@@ -148,7 +149,7 @@ def sign(log: Path, /, *, key: Path, output: Path | None = None, json: Json = Fa
     if not position:
         raise UsageError(f"{log}: holds no entry that could be signed")
     try:
-        content = signatures.signed(key.read_bytes(), position=position, head=head)
+        content = signatures.signed(key_bytes(key), position=position, head=head)
     except NoSignature as error:
         raise UsageError(f"--key {key}: {error}") from error
     path = output if output is not None else log / signatures.signature_name(position)

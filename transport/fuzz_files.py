@@ -15,6 +15,7 @@ from pathlib import Path
 import attrs
 
 from engine.trace import MAGIC, SUFFIX, TraceError, TraceFile, dumps, loads
+from transport.commands_shared import UnreadableFile
 
 FOUND = "found"
 WHOLE = "whole"
@@ -23,7 +24,7 @@ FINDINGS = Path("fuzz-findings")
 """Where findings go when no corpus is named."""
 
 
-class UnreadableTrace(Exception):
+class UnreadableTrace(UnreadableFile):
     """This file is no trace."""
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -42,9 +43,11 @@ def is_trace(path: Path) -> bool:
 
 
 def read_trace(path: Path) -> TraceFile:
-    """Read one file. Raises UnreadableTrace, OSError."""
+    """Read one file. Raises UnreadableTrace."""
     try:
         return loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnreadableTrace(path, (error.strerror or str(error)).lower()) from error
     except (TraceError, UnicodeDecodeError) as error:
         raise UnreadableTrace(path, str(error)) from error
 

@@ -16,8 +16,8 @@ from typing import Any
 import attrs
 
 from engine.trace import Replayed, TraceFile, replay_names
-from transport.commands_shared import EXIT_FAILED, EXIT_OK, EXIT_UNREADABLE, complain, say, say_json
-from transport.fuzz_files import UnreadableTrace, read_trace
+from transport.commands_shared import EXIT_FAILED, EXIT_OK, say, say_json
+from transport.fuzz_files import read_trace
 from transport.fuzz_report import by_itself, rule_lines, table_lines
 from transport.fuzz_search import pages_held
 from transport.fuzz_values import code_of
@@ -56,11 +56,11 @@ def judge(file: TraceFile, replayed: Replayed) -> Verdict:
 
 
 def replay_trace(path: Path, *, json: bool) -> int:
-    """Replay a file and print what it shows; the exit code is the verdict's."""
-    try:
-        file = read_trace(path)
-    except UnreadableTrace as error:
-        return complain(error, code=EXIT_UNREADABLE, json=json)
+    """Replay a file and print what it shows; the exit code is the verdict's.
+
+    Raises `UnreadableTrace`.
+    """
+    file = read_trace(path)
     replayed = replay_file(file)
     verdict = judge(file, replayed)
     if json:

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from engine.simulator_values import TraceRequest
-from transport.commands_shared import UsageError
+from transport.commands_shared import UnreadableFile
 
 VARIABLE = "CUSTODY_TRACES"
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -26,7 +26,7 @@ TOKENS_MAX = 1 << 24
 _MILLISECOND_NS = 1_000_000
 
 
-class UnreadableTrace(UsageError):
+class UnreadableTrace(UnreadableFile):
     """A file is no trace of a known format; `line` counts from 1."""
 
     def __init__(self, path: Path, line: int, reason: str) -> None:
@@ -39,7 +39,7 @@ class UnreadableTrace(UsageError):
 def find_trace(name: Path) -> Path:
     """The file of that path, or of that name in the folder that CUSTODY_TRACES names.
 
-    Raises UsageError.
+    Raises UnreadableFile.
     """
     if name.is_file():
         return name
@@ -47,7 +47,7 @@ def find_trace(name: Path) -> Path:
     if folder is not None and (Path(folder) / name).is_file():
         return Path(folder) / name
     where = f"{folder}, which {VARIABLE} names" if folder else f"a folder that {VARIABLE} names"
-    raise UsageError(f"--trace {name}: no such file, neither here nor in {where}")
+    raise UnreadableFile(f"{name}: no such file, neither here nor in {where}")
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> tuple[TraceRequest, ...]:
