@@ -275,3 +275,27 @@ def test_rows_that_were_taken_out_are_missed(where: str, tmp_path: Path) -> None
         assert len(list(capture)) > 1
         assert not capture.whole
         assert capture.notes
+
+
+def test_a_check_says_that_parquet_has_no_chain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each form is called by its own name, and what cannot be checked in it is said."""
+    lines = FOLDER / "schema-1" / "log.jsonl"
+    table = converted(lines, tmp_path / "log.parquet")
+    for log, form in ((lines, "JSON Lines, which have"), (table, "Parquet, which has")):
+        assert cli.run(["log", "verify", str(log)]) == 0
+        assert f" in {form} no check sums and no chain\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("replay", "exposures", "timeline", "diff", "slice", "bundle", "metrics"),
+        *("log verify", "log import", "log export"),
+    ],
+)
+def test_whoever_reads_parquet_says_so(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help of a verb that takes a log names every form that it takes."""
+    assert cli.run([*verb.split(), "--help"]) == 0
+    assert "Parquet" in capsys.readouterr().out

@@ -58,7 +58,11 @@ from transport.settings import DEFAULT_MODEL, InvalidSetting, flag_name
 
 app = App(
     name="custody",
-    help="Serves language models and keeps a chain of custody for every KV page.",
+    help=(
+        "Serves language models and keeps a chain of custody for every KV page.\n\n"
+        "Begin with `custody demo`, or with `custody serve --log FOLDER` and, in another terminal, "
+        "`custody generate PROMPT`; then `custody replay FOLDER` judges what was logged."
+    ),
     version=commands_use.version_line,
     version_flags=("--version",),
     default_parameter=Parameter(name_transform=flag_name),

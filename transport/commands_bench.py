@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 bench_app = App(
     name="bench",
-    help="Measures this machine, always beside something else in the same run.",
+    help="Measure serving, kernels, weights and the reading of logs on this machine.",
     default_parameter=Parameter(name_transform=flag_name),
 )
 

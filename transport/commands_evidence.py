@@ -51,7 +51,7 @@ def slice_log(
     Parameters
     ----------
     log
-        A folder of segments, one segment, or JSON Lines, also of another system;
+        A folder of segments, one segment, JSON Lines or Parquet, also of another system;
         "-" reads JSON Lines from standard input.
     output
         The folder for the slices, a JSON Lines file each.
@@ -144,7 +144,7 @@ def bundle(
     Parameters
     ----------
     log
-        A folder of segments, one segment, or JSON Lines, also of another system;
+        A folder of segments, one segment, JSON Lines or Parquet, also of another system;
         "-" reads JSON Lines from standard input.
     output
         The archive.

@@ -43,14 +43,16 @@ def exposures(
     Parameters
     ----------
     log
-        A folder of segments, one segment, or JSON Lines, also of another system;
-        "-" reads JSON Lines from standard input.  Parquet is asked in SQL.
+        A folder of segments, one segment, JSON Lines or Parquet, also of another system;
+        "-" reads JSON Lines from standard input.  Parquet is asked in SQL, which is faster and
+        takes logs that are larger than memory.
     reads
         Print every run of tokens that was read and not written by its reader.
     memory_limit
         Memory that the database may use over Parquet, such as 4GB; four fifths of all if absent.
     temporary
-        Folder for what does not fit into that memory.
+        Folder for what does not fit into that memory; one of its own in the system's folder for
+        temporary files if absent.
     json
         Print one JSON document, with every response and every read.
     """

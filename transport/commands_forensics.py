@@ -88,12 +88,12 @@ def replay(
     Parameters
     ----------
     file
-        JSON Lines, a segment file, a folder of segment files, or a trace of a search;
-        "-" reads JSON Lines from standard input.
+        A folder of segments, one segment, JSON Lines or Parquet, also of another system, or a
+        trace of a search; "-" reads JSON Lines from standard input.
     request
         Show only what this request did wrong, and its state at the end.
     at
-        Stop behind this position and show the world as it was then.
+        Stop behind this position and show engines, pages and open requests as they were then.
     first
         Show only violations from this position on; everything before is replayed, or known from
         the log's index.
@@ -192,7 +192,7 @@ def timeline(
     Parameters
     ----------
     log
-        A folder of segments, one segment, or JSON Lines, also of another system;
+        A folder of segments, one segment, JSON Lines or Parquet, also of another system;
         "-" reads JSON Lines from standard input.
     output
         The HTML file.
@@ -257,7 +257,7 @@ def diff(left: Path, right: Path, /, *, everything: Switch = False, json: Json =
     Parameters
     ----------
     left
-        A folder of segments, one segment, or JSON Lines.
+        A folder of segments, one segment, JSON Lines or Parquet.
     right
         The log to compare it with.
     everything

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transport.pb.log_pb2 import RequestSummary
     from transport.settings import CallSettings
 
-log_app = App(name="log", help="Look at the event log.")
+log_app = App(name="log", help="Look at an event log, check it, and write it in another form.")
 
 Form = Literal["jsonl", "parquet"]
 PhaseName = Literal["new", "rejected", "admitted", "decoding", "requeued", "ended", "closed"]
@@ -260,7 +260,7 @@ def export(
     log
         Read this log folder or file instead of asking a scheduler.
     form
-        JSON Lines, or Parquet with the extra `parquet`; Parquet needs --output, and takes in
+        jsonl for JSON Lines, or parquet, which needs the extra of that name; Parquet needs --output, and takes in
         foreign logs and logs with missing parts as what they are.
     json
         Say as JSON what was written as Parquet; JSON Lines are JSON in any case.

@@ -38,7 +38,7 @@ def metrics(
     Parameters
     ----------
     file
-        JSON Lines, a segment file or a folder of segment files to count instead of asking a
+        A folder of segments, one segment, JSON Lines or Parquet to count instead of asking a
         scheduler; "-" reads JSON Lines from standard input.
     scheduler
         Address of a running scheduler.

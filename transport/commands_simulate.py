@@ -53,8 +53,9 @@ def simulate(
 ) -> int:
     """Replay a real request trace through the real decision code, on a virtual clock.
 
-    It exits 1 when a request read what was not its own, when a rejected one went on, when pages
-    stayed behind, or when the log broke a rule.
+    Exits 0 when nothing was wrong, 5 when the trace cannot be read, and 1 when a request read what
+    was not its own, when a rejected one went on, when pages stayed behind, or when the log broke a
+    rule.
 
     Parameters
     ----------

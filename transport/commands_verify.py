@@ -40,7 +40,8 @@ def verify(log: Path, /, *, head: str | None = None, key: Keys = (), json: Json 
     Parameters
     ----------
     log
-        A folder of segments, or one segment; of JSON Lines only order and gaps can be checked.
+        A folder of segments, or one segment; of JSON Lines and Parquet only order and gaps can be
+        checked.
     head
         The hash with which the chain must end, as an earlier check or a bundle printed it.
     key

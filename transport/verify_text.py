@@ -13,7 +13,7 @@ import attrs
 
 from lifecycle.wording import counted
 from transport.forensics_chain import Problem, Wrong
-from transport.forensics_read import Capture, SegmentCapture
+from transport.forensics_read import Capture, LinesCapture, SegmentCapture
 from transport.head_signature import Signed
 from transport.replay_text import missing_lines
 
@@ -34,10 +34,10 @@ def verify_lines(capture: Capture, signed: Sequence[Signed] | None = None) -> It
         if signed is not None:
             yield from signature_lines(signed, survey.span[1])
     else:
-        yield (
-            f"{counted(capture.entries_read, 'entry')} in JSON Lines, which have no check sums "
-            "and no chain"
+        form = (
+            "JSON Lines, which have" if isinstance(capture, LinesCapture) else "Parquet, which has"
         )
+        yield f"{counted(capture.entries_read, 'entry')} in {form} no check sums and no chain"
     for problem in capture.problems:
         yield problem_line(problem)
     if not capture.problems:
