@@ -13,9 +13,10 @@ import pytest
 
 from engine.scenarios import ONE, SCENARIOS, of_seed
 from engine.trace import TraceFile, dumps
-from transport import cli, commands_fuzz, fuzz_mutants
+from transport import cli, fuzz_mutants
 from transport.fuzz_files import needless, read_trace
 from transport.fuzz_mutants import quantile
+from transport.progress import Searching
 
 TRACES = Path(__file__).parent / "traces"
 BROKEN = "--adapter=tests.toy_engine:broken"
@@ -298,8 +299,8 @@ def test_an_interrupted_search_says_how_far_it_came(capsys: pytest.CaptureFixtur
     """Ctrl-C ends a search without a verdict, but not without its last numbers and its seed."""
 
     def interrupted() -> None:
-        with commands_fuzz._live("begins") as live:
-            live("40 runs, seed 7")
+        with Searching("begins", shown=True) as searching:
+            searching.say("40 runs, seed 7")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

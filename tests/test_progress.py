@@ -18,6 +18,7 @@ from tests import handmade
 from tests.captures import FOLDER
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_parquet import converted
+from tests.test_simulate import MOONCAKE
 from transport import cli
 from transport.exposures_sql import exposures_of
 from transport.parquet_read import open_parquet
@@ -51,6 +52,13 @@ WAITERS = (
 )
 """Verbs that say what they do."""
 
+SEARCHES = (
+    ("fuzz --simulate --seed 3 --runs 1", "seed 3: 1 run, "),
+    ("fuzz --seed 3 --runs 1", "1 run, "),
+    ("simulate --trace {trace} --preset sound-8k", "simulating "),
+)
+"""Verbs that print how long they took."""
+
 
 class Screen(io.StringIO):
     """A terminal that remembers everything."""
@@ -82,12 +90,15 @@ def places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]
     assert cli.run(["bundle", str(SEGMENTS), "--output", str(archive)]) == 0
     assert cli.run(["log", "ls", "--log", str(SEGMENTS), "--limit", "1"]) == 0
     table = converted(SEGMENTS, tmp_path / "log.parquet")
-    one = capsys.readouterr().out.splitlines()[-1].split()[0]
+    one = capsys.readouterr().out.splitlines()[-2].split()[0]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(MOONCAKE)
     return {
         "log": str(SEGMENTS),
         "table": str(table),
         "archive": str(archive),
         "new": str(new),
+        "trace": str(trace),
         "one": one,
     }
 
@@ -124,6 +135,20 @@ def test_progress_is_for_a_terminal_and_leaves_the_data_alone(
     screen.truncate(0)
     run_before(screen, [*words, "--json"])
     assert "\x1b" not in screen.getvalue()
+
+
+@pytest.mark.parametrize(("verb", "shown"), SEARCHES)
+def test_a_search_says_how_far_it_is(
+    verb: str, shown: str, places: dict[str, str], screen: Screen
+) -> None:
+    """On a terminal, and never beside one JSON document."""
+    words = shlex.split(verb.format(**places))
+    assert run_before(screen, words) == 0
+    assert shown in screen.getvalue()
+    assert nothing_is_drawn_any_more()
+    screen.truncate(0)
+    assert run_before(screen, [*words, "--json"]) == 0
+    assert screen.getvalue() == ""
 
 
 def test_what_fails_takes_its_progress_away(screen: Screen, places: dict[str, str]) -> None:

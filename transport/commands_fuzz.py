@@ -7,9 +7,6 @@ Must not know: how anything is searched, reduced or replayed.
 from __future__ import annotations
 
 import secrets
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +23,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.progress import Searching, on_terminal
 
 if TYPE_CHECKING:
     from engine.exhaust import Exhausted
@@ -136,34 +134,6 @@ def _check(
             raise UsageError(f"--{flag} {value}: must be at least 1")
 
 
-@contextmanager
-def _live(sentence: str) -> Iterator[Any]:
-    """A line on standard error that is kept up to date, if a person looks at it.
-
-    Ctrl-C leaves the last one there for everybody: how far it came, and from which seed.
-    """
-    shown: Callable[[str], None] | None = None
-
-    def update(text: str) -> None:
-        nonlocal sentence
-        sentence = text
-        if shown is not None:
-            shown(text)
-
-    try:
-        if not sys.stderr.isatty():
-            yield update
-            return
-        from rich.console import Console
-
-        with Console(stderr=True).status(sentence) as status:
-            shown = status.update
-            yield update
-    except KeyboardInterrupt:
-        note(f"custody: interrupted: {sentence}")
-        raise
-
-
 # --- random -----------------------------------------------------------------------------------
 
 
@@ -173,13 +143,13 @@ def _search(settings: Any, corpus: Path | None, junit: Path | None, *, json: boo
     from transport.fuzz_search import search
 
     kept = Corpus(corpus)
-    with _live("replaying the corpus") as live:
+    with Searching("replaying the corpus", shown=not json) as searching:
         broken = kept.replay()
-        live(f"seed {settings.seed}")
+        searching.say(f"seed {settings.seed}")
         report = search(
             settings,
             known=kept.features,
-            progress=lambda so_far: live(summary(so_far)),
+            progress=lambda so_far: searching.say(summary(so_far)),
         )
     paths = kept.add(report)
     if junit is not None:
@@ -254,7 +224,7 @@ def _exhaust(corpus: Path | None, junit: Path | None, *, json: bool) -> int:
     cases, values = [], []
     findings: list[tuple[Finding, list[Path]]] = []
     for name, scenario in SMALL.items():
-        with _live(f"exhausting: {name}"):
+        with Searching(f"exhausting: {name}", shown=not json):
             result = exhaust(scenario)
         seconds, said = result.seconds, str(result)
         failure = "" if result.complete or result.found else "more states than allowed"
@@ -321,19 +291,19 @@ def _hunt(
     from transport.fuzz_report import Case, write_junit
 
     rows = []
-    with _live("hunting") as live:
+    with Searching("hunting", shown=not json) as searching:
         for row in hunts(
             names,
             trials=trials,
             seed=seed,
             runs=runs or RUNS_MAX,
             jobs=jobs,
-            progress=lambda name: live(f"hunting {name}"),
+            progress=lambda name: searching.say(f"hunting {name}"),
         ):
             rows.append(row)
             if corpus is not None and row.shortest is not None:
                 write_named(corpus, row.name, row.shortest.small)
-            if not sys.stderr.isatty():
+            if not on_terminal():
                 note(f"{row.name}: {row.found} of {len(row.trials)}")
     if json:
         say_json({"seed": seed, "trials": trials, "mutants": [row_object(row) for row in rows]})

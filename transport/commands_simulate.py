@@ -20,6 +20,7 @@ from transport.commands_shared import (
     say,
     say_json,
 )
+from transport.progress import Searching, Waiting, on_terminal
 
 if TYPE_CHECKING:
     from engine.simulator_report import Spread, Summary
@@ -89,15 +90,17 @@ def simulate(
     from transport.simulate_run import Replayed, replay_trace
     from transport.simulate_traces import find_trace
 
-    replayed: Replayed = replay_trace(
-        find_trace(trace),
-        cluster,
-        limit=requests,
-        rate=rate,
-        goals_s=(first_token_goal, token_goal),
-        log=log,
-        clock=time.process_time,
-    )
+    found = find_trace(trace)
+    with Waiting(f"simulating {found}", shown=on_terminal() and not json):
+        replayed: Replayed = replay_trace(
+            found,
+            cluster,
+            limit=requests,
+            rate=rate,
+            goals_s=(first_token_goal, token_goal),
+            log=log,
+            clock=time.process_time,
+        )
     if replayed.found:
         note(f"custody: {replayed.found}")
     if replayed.summary is not None:
@@ -201,8 +204,16 @@ def fuzz_simulated(
     """Run simulated deployments from that seed on; exits 0 nothing, 1 found."""
     from transport.simulate_search import reduce_plan, search
 
-    report = search(seed, runs=runs, seconds=seconds, jobs=jobs)
-    small = None if report.found is None else reduce_plan(report.found)
+    with Searching(f"seed {seed}", shown=not json) as searching:
+
+        def told(so_far: Report) -> None:
+            runs, requests = counted(so_far.runs, "run"), counted(so_far.requests, "request", ",")
+            searching.say(f"seed {seed}: {runs}, {requests}")
+
+        report = search(seed, runs=runs, seconds=seconds, jobs=jobs, progress=told)
+        if report.found is not None:
+            searching.say(f"reducing what was found with seed {report.found.plan.seed}")
+        small = None if report.found is None else reduce_plan(report.found)
     if json:
         say_json(_search_value(report, small))
         return EXIT_OK if small is None else EXIT_FAILED

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from lifecycle.wording import counted
+from transport.commands_shared import note
 from transport.spelling import spelt
 
 if TYPE_CHECKING:
@@ -86,6 +87,26 @@ class Waiting:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class Searching(Waiting):
+    """A waiting line of a search, whose last sentence Ctrl-C leaves there for everybody.
+
+    It is how far the search came, and from which seed.
+    """
+
+    def __init__(self, sentence: str, *, shown: bool) -> None:
+        super().__init__(sentence, shown=shown and on_terminal())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+        if isinstance(error, KeyboardInterrupt):
+            note(f"custody: interrupted: {self.sentence()}")
 
 
 class Read(Protocol):

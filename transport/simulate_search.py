@@ -171,8 +171,18 @@ def run_chunk(seed: int, count: int) -> Chunk:
     return Chunk(runs, requests, entries, virtual_ns / 1e9, spent, sometimes, found)
 
 
-def search(seed: int, *, runs: int | None, seconds: float | None, jobs: int) -> Report:
-    """Run seeds from the first on, until something is found or runs or seconds are used up."""
+def search(
+    seed: int,
+    *,
+    runs: int | None,
+    seconds: float | None,
+    jobs: int,
+    progress: Callable[[Report], object] = lambda _: None,
+) -> Report:
+    """Run seeds from the first on, until something is found or runs or seconds are used up.
+
+    `progress` hears of the report whenever it has grown.
+    """
     report = Report(seed)
 
     def calls() -> Iterator[Callable[[], Chunk]]:
@@ -183,6 +193,7 @@ def search(seed: int, *, runs: int | None, seconds: float | None, jobs: int) -> 
 
     for chunk in shared(calls(), jobs):
         report.add(chunk)
+        progress(report)
     return report
 
 
