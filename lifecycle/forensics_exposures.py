@@ -125,6 +125,10 @@ class Inquiry:
                 self.stories[request] = story
         return story
 
+    def knows(self, request: RequestId) -> bool:
+        """Whether an entry named this request."""
+        return self._known(request) is not None
+
     def story(self, request: RequestId) -> Story:
         """What is known of this request.  Raises `KeyError` where no entry named it."""
         story = self._known(request)

@@ -11,18 +11,21 @@ is wrong.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import attrs
 
 from lifecycle.events import Admitted, Entry, Leg, Rejected, Released, Reserved
 from lifecycle.history import History
-from lifecycle.ids import FLEET, GrantId, Party, RequestId, mask_of
+from lifecycle.ids import FLEET, Party, mask_of
 from lifecycle.replay import Finding, Replayer
 
 Positioned = tuple[int, Entry]
 TRIES_MAX = 4_000
+CANDIDATES_MAX = 500_000
+"""Of more entries nobody waits for the smaller ones, and they would be in memory all at once."""
 SEQUENCE_GUARD = "unbroken-log/sequence"
 STATED = ("capacity-proved/counted", "capacity-proved/judged-at")
 """Guards that compare what an admission says with the pages and the fleet."""
@@ -37,8 +40,11 @@ class Slice:
     original: Finding
 
 
-def smallest(entries: Sequence[Positioned], finding: Finding, *, foreign: bool) -> Slice | None:
-    """The fewest entries found that show the finding; None when even all of them do not."""
+def smallest(entries: Iterable[Positioned], finding: Finding, *, foreign: bool) -> Slice | None:
+    """The fewest entries found that show the finding; None when none do that can be tried.
+
+    `entries` are iterated several times.
+    """
     search = _Search(finding, foreign=foreign)
     for candidates in _circles(entries, finding):
         if search.shows(candidates) is not None:
@@ -46,32 +52,41 @@ def smallest(entries: Sequence[Positioned], finding: Finding, *, foreign: bool) 
     return None
 
 
-def _circles(entries: Sequence[Positioned], finding: Finding) -> Iterable[list[Entry]]:
+def _circles(entries: Iterable[Positioned], finding: Finding) -> Iterable[list[Entry]]:
     """Ever more of the log: the request and the fleet, then whoever had its pages, then all."""
     request = finding.violation.request
-    if finding.entry is None:
-        known = list(entries)
-    else:
-        known = [one for one in entries if one[0] <= finding.position]
-    last = known[-1:]
-    yield [e for _, e in known if e.request in (request, FLEET)]
-    yield [e for p, e in known if e.request in (request, FLEET) or [(p, e)] == last]
-    yield [e for _, e in known if e.request in {request, FLEET, *_neighbours(known, request)}]
-    yield [e for _, e in known]
+    stop = None if finding.entry is None else finding.position
+
+    def known() -> Iterator[Positioned]:
+        return (one for one in entries if stop is None or one[0] <= stop)
+
+    near = [one for one in known() if one[1].request in (request, FLEET)]
+    yield [entry for _, entry in near]
+    last = list(deque(known(), maxlen=1))
+    if near[-1:] != last:
+        yield [entry for _, entry in near + last]
+    mine = _pages(entry for _, entry in near if entry.request == request)
+    neighbours = {request, FLEET} | {
+        entry.request
+        for _, entry in known()
+        if isinstance(entry.event, Reserved)
+        and mask_of(entry.event.pages) & mine.get(entry.event.grant.owner, 0)
+    }
+    for wanted in (neighbours, None):
+        wider = (entry for _, entry in known() if wanted is None or entry.request in wanted)
+        candidates = list(islice(wider, CANDIDATES_MAX + 1))
+        if len(candidates) <= CANDIDATES_MAX:
+            yield candidates
 
 
-def _neighbours(entries: Iterable[Positioned], request: RequestId) -> set[RequestId]:
-    """Requests that were granted a page that this one was granted too."""
-    mine: dict[Party, int] = {}
-    grants: dict[GrantId, tuple[RequestId, int]] = {}
-    for _, entry in entries:
+def _pages(entries: Iterable[Entry]) -> dict[Party, int]:
+    """Every page that was ever granted by these, as masks by owner."""
+    pages: dict[Party, int] = {}
+    for entry in entries:
         if isinstance(entry.event, Reserved):
-            mask = mask_of(entry.event.pages)
-            grants[entry.event.grant] = (entry.request, mask)
-            if entry.request == request:
-                owner = entry.event.grant.owner
-                mine[owner] = mine.get(owner, 0) | mask
-    return {who for grant, (who, mask) in grants.items() if mask & mine.get(grant.owner, 0)}
+            owner = entry.event.grant.owner
+            pages[owner] = pages.get(owner, 0) | mask_of(entry.event.pages)
+    return pages
 
 
 class _Search:

@@ -19,7 +19,7 @@ from typing import Any, Generic
 
 import attrs
 
-from lifecycle.events import REQUEST_EVENTS, Leg
+from lifecycle.events import FLEET_EVENTS, REQUEST_EVENTS, ByEngine, Entry, Leg
 from lifecycle.ids import GrantId, PageRange, Party, RequestId, TokenRange
 from lifecycle.shelf import N
 from lifecycle.state import Grant, RequestState, Written
@@ -30,7 +30,7 @@ _BATCHES_KEPT = 4
 
 _VALUES = (
     *(RequestState, Grant, Written, Leg, Party, GrantId, PageRange, TokenRange),
-    *REQUEST_EVENTS,
+    *(Entry, ByEngine, *REQUEST_EVENTS, *FLEET_EVENTS),
 )
 
 
@@ -46,11 +46,12 @@ def _reduced(kind: type) -> Callable[[Any], tuple[type, tuple[Any, ...]]]:
 _REDUCED = {kind: _reduced(kind) for kind in _VALUES}
 
 
-def _packed(states: dict[RequestId, N]) -> bytes:
+def packed(value: object) -> bytes:
+    """A log's values as bytes, for `pickle.loads` in this very process."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = _REDUCED
-    pickler.dump(states)
+    pickler.dump(value)
     return out.getvalue()
 
 
@@ -116,9 +117,8 @@ class DiskAside(Generic[N]):
             self._disk.execute("CREATE TABLE place (request TEXT PRIMARY KEY, batch) WITHOUT ROWID")
         states = dict(self._latest.popitem(last=False) for _ in range(self._batch_size))
         self._batches += 1
-        packed = _packed(states)
         self._disk.execute("BEGIN")
-        self._disk.execute("INSERT INTO batch VALUES (?, ?)", (self._batches, packed))
+        self._disk.execute("INSERT INTO batch VALUES (?, ?)", (self._batches, packed(states)))
         self._disk.executemany(
             "INSERT OR REPLACE INTO place VALUES (?, ?)", ((name, self._batches) for name in states)
         )
@@ -132,11 +132,11 @@ class DiskAside(Generic[N]):
     def _batch(self, disk: sqlite3.Connection, number: int) -> dict[RequestId, N]:
         states = self._read.get(number)
         if states is None:
-            (packed,) = disk.execute(
+            (content,) = disk.execute(
                 "SELECT states FROM batch WHERE number = ?", (number,)
             ).fetchone()
             # The file is this process's own, and nobody else can open it.
-            states = self._read[number] = pickle.loads(packed)  # noqa: S301 - written above
+            states = self._read[number] = pickle.loads(content)  # noqa: S301 - written above
             if len(self._read) > _BATCHES_KEPT:
                 self._read.popitem(last=False)
         return states

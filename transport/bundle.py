@@ -15,7 +15,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,16 @@ import attrs
 from google.protobuf import descriptor_pb2
 
 from engine.store import Stored
-from lifecycle.events import Attached, Entry
+from lifecycle.events import Attached
 from lifecycle.ids import FLEET
+from lifecycle.wording import counted
 from transport import jsonlines, replay_text, timeline
 from transport.forensics_read import Capture, LinesCapture
 from transport.forensics_text import exposures_object
 from transport.json_values import to_json
 from transport.redaction import Redaction, broken_commitments
 from transport.signature import UnusableKey, fingerprint, public_key, sign, signature_problem
+from transport.spool import Spool
 
 FORMAT = "custody.bundle"
 VERSION = 1
@@ -100,7 +102,7 @@ def make(
     Raises `NoSignature` or `TooLarge`.
     """
     redaction = Redaction()
-    entries: list[tuple[int, Entry]] = []
+    entries = Spool()
     named = set(wanted)
     cut = False
     for position, entry in capture:
@@ -145,15 +147,8 @@ def make(
     return _packed(files)
 
 
-def _files(
-    entries: Sequence[tuple[int, Entry]], capture: Capture, *, whole: bool
-) -> dict[str, bytes]:
-    stored = [Stored(position, entry) for position, entry in entries]
-    lines = io.StringIO()
-    jsonlines.write_jsonlines(
-        lines, stored, complete=whole, source=capture.source, foreign=capture.foreign
-    )
-    log = lines.getvalue().encode()
+def _files(entries: Spool, capture: Capture, *, whole: bool) -> dict[str, bytes]:
+    log = _lines(entries, capture, whole=whole)
     verdicts, document = _judged(log, title="bundle")
     attached = [e.event for _, e in entries if isinstance(e.event, Attached)]
     return {
@@ -164,6 +159,34 @@ def _files(
         "lifecycle.binpb": _descriptors(),
         "README.txt": README.encode(),
     }
+
+
+def _lines(entries: Spool, capture: Capture, *, whole: bool) -> bytes:
+    """The entries as JSON Lines.  Raises `TooLarge` before so much is in memory."""
+    positions = [position for position, _ in entries]
+    header = jsonlines.header_line(
+        complete=whole,
+        entries=len(entries),
+        first_position=positions[0] if positions else 0,
+        last_position=positions[-1] if positions else 0,
+        source=capture.source,
+        foreign=capture.foreign,
+    )
+
+    def lines() -> Iterator[bytes]:
+        yield header.encode()
+        for position, entry in entries:
+            yield jsonlines.entry_line(Stored(position, entry)).encode()
+
+    length = 0
+    for line in lines():
+        length += len(line)
+        if length > BYTES_MAX:
+            raise TooLarge(
+                f"{counted(len(entries), 'entry')} are more than {BYTES_MAX} bytes, which is what "
+                "is checked: choose with --request, --from and --to"
+            )
+    return b"".join(lines())
 
 
 def _judged(log: bytes, *, title: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -61,15 +61,22 @@ def slice_log(
         Print JSON Lines, one slice a line.
     """
     from lifecycle.forensics_slice import smallest
+    from lifecycle.ids import RequestId
     from lifecycle.replay import Replayer
+    from transport.aside import DiskAside
+    from transport.spool import Spool
 
     with opened(log) as capture:
-        replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
-        entries = [*capture.opening()]
+        replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot, aside=DiskAside())
+        entries = Spool()
+        for one in capture.opening():
+            entries.append(one)
         with Reading(capture, shown=not json):
-            entries += [(position, entry) for position, entry, _ in taken(capture, replayer)]
+            for position, entry, _ in taken(capture, replayer):
+                entries.append((position, entry))
         for name in request:
-            expect_known(name, [*replayer.history.requests, *replayer.findings])
+            if name not in replayer.findings and replayer.state(RequestId(name)) is None:
+                expect_known(name, tuple(replayer.names()))
         report = replayer.report(whole=capture.whole)
         wanted = [f for f in report.findings if not request or f.violation.request in request]
         failed = 0

@@ -212,8 +212,8 @@ def timeline(
 
     with opened(log) as capture, Reading(capture, shown=not json) as reading:
         drawn = timeline_story.read(capture, title=log.name, wanted=request, most=limit)
-        for name in request:
-            expect_known(name, drawn.known)
+        for name, near in drawn.unknown:
+            raise UnknownRequest(name, near)
         reading.say("drawing")
         html = pages.page(drawn.document)
         output.write_text(html, encoding="utf-8")

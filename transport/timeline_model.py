@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import attrs
@@ -30,14 +31,13 @@ from lifecycle.forensics_values import Exposures, Read, Told
 from lifecycle.ids import FLEET, GrantId, RequestId, count_pages
 from lifecycle.replay import Report
 from transport.render import sentence
+from transport.spool import Entries, Positioned
 
 EVENTS_MAX = 10_000
 TEXT_MAX = 160
 READS_MAX = 2_000
 RUNS_MAX = 8
 """Of a grant in many pieces the longest are drawn; the text says how many there are."""
-
-Positioned = tuple[int, Entry]
 
 
 @attrs.define
@@ -55,7 +55,7 @@ class _Grant:
 
 
 def choose(
-    entries: Sequence[Positioned],
+    entries: Entries,
     found: Exposures,
     report: Report,
     *,
@@ -68,7 +68,8 @@ def choose(
     """
     named = set(wanted)
     if named:
-        return [one for one in entries if one[1].request in named or one[1].request == FLEET][:most]
+        ours = (one for one in entries if one[1].request in named or one[1].request == FLEET)
+        return list(islice(ours, most))
     if len(entries) <= most:
         return list(entries)
     ranked: dict[str, None] = {}
@@ -80,9 +81,7 @@ def choose(
         for read in response.reads:
             if read.writer is not None:
                 ranked[read.writer] = None
-    counts: dict[str, int] = {}
-    for _, entry in entries:
-        counts[entry.request] = counts.get(entry.request, 0) + 1
+    counts = _counted(entries, frozenset({FLEET, *ranked}), others=most)
     chosen = {FLEET: None}
     left = most - counts.get(FLEET, 0)
     for request in (*ranked, *counts):
@@ -90,6 +89,25 @@ def choose(
             chosen[RequestId(request)] = None
             left -= counts.get(request, 0)
     return [one for one in entries if one[1].request in chosen]
+
+
+def _counted(
+    entries: Iterable[Positioned], named: frozenset[str], *, others: int
+) -> dict[str, int]:
+    """How many entries the named requests have, and the first others, in the order of their first.
+
+    No more others than there may be entries can be shown.
+    """
+    counts: dict[str, int] = {}
+    for _, entry in entries:
+        request = entry.request
+        known = counts.get(request)
+        if known is not None:
+            counts[request] = known + 1
+        elif request in named or others > 0:
+            others -= request not in named
+            counts[request] = 1
+    return counts
 
 
 class Model:

@@ -6,42 +6,51 @@ Must not know: the page, or the trace format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from lifecycle.forensics_exposures import Inquiry
 from lifecycle.forensics_values import Exposures
+from lifecycle.ids import RequestId
 from lifecycle.replay import Replayer, Report
 from lifecycle.wording import counted
+from transport.aside import DiskAside
+from transport.explain import near
 from transport.forensics_read import Capture
 from transport.forensics_text import exposure_lines
 from transport.replaying import found_in, inquired
-from transport.timeline_model import EVENTS_MAX, Model, Positioned, choose
+from transport.spool import Positioned, Spool
+from transport.timeline_model import EVENTS_MAX, Model, choose
 
 SUMMARY_LINES = 12
 
 
 @attrs.frozen
 class Drawn:
-    """A timeline's content, and the entries in it."""
+    """A timeline's content, and the entries in it.
+
+    `unknown` are wanted requests that no entry names, each with ids that look like it.
+    """
 
     document: dict[str, Any]
     shown: list[Positioned]
     found: Exposures
     report: Report
-    known: tuple[str, ...]
+    unknown: tuple[tuple[str, list[str]], ...]
     total: int
 
 
 def read(
-    capture: Capture, *, title: str, wanted: Iterable[str] = (), most: int = EVENTS_MAX
+    capture: Capture, *, title: str, wanted: Sequence[str] = (), most: int = EVENTS_MAX
 ) -> Drawn:
     """Read and judge the whole log, and choose what is drawn."""
-    inquiry = Inquiry(from_the_beginning=capture.claims_whole)
-    replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot)
-    entries = list(inquired(capture, inquiry, replayer))
+    inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=DiskAside())
+    replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot, aside=DiskAside())
+    entries = Spool()
+    for one in inquired(capture, inquiry, replayer):
+        entries.append(one)
     found = found_in(capture, inquiry)
     report = replayer.report(whole=capture.whole)
     shown = choose(entries, found, report, wanted=wanted, most=most)
@@ -51,4 +60,7 @@ def read(
     ]
     model = Model(shown, found, report)
     document = model.document(title=f"Timeline of {title}", summary=summary, total=len(entries))
-    return Drawn(document, shown, found, report, tuple(inquiry.stories), len(entries))
+    unknown = tuple(
+        (name, near(name, inquiry.names())) for name in wanted if not inquiry.knows(RequestId(name))
+    )
+    return Drawn(document, shown, found, report, unknown, len(entries))
