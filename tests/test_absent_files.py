@@ -59,6 +59,18 @@ def test_a_key_that_is_not_there_cannot_be_used(
     assert capsys.readouterr().err == f"custody: {flag} none: no such file or directory\n"
 
 
+@pytest.mark.parametrize("output", ["folder", "absent/index"])
+def test_an_index_that_cannot_be_written(output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1, and one line that begins with the file's name."""
+    shutil.copytree(FOLDER / "schema-1" / "segments", "log")
+    Path("folder").mkdir()
+    assert cli.run(["log", "index", "log", "--output", output]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"custody: {output}")
+    assert line.count(output) == 1
+    assert sorted(path.name for path in Path().iterdir()) == ["folder", "log"]
+
+
 def test_a_corpus_that_is_not_there_is_begun(capsys: pytest.CaptureFixture[str]) -> None:
     """It is what a search writes into, and nothing that has to be read."""
     assert cli.run(["fuzz", "--seed=1", "--runs=1", "--corpus=none"]) == 0

@@ -115,6 +115,7 @@ ALONE: list[tuple[int, str]] = [
     (0, "bench kernels --help"),
     (0, "bench weights --help"),
     (0, "bench forensics --entries 300"),
+    (2, "bench forensics --entries 300 --parquet --memory-limit much"),
     (0, "fuzz --runs 1 --seed 1"),
     (2, "fuzz --runs 0"),
     (5, "fuzz --replay {good}.none"),

@@ -223,7 +223,7 @@ def _exit_code(error: Exception) -> int | None:
     from transport.client import Refused, Unreachable
     from transport.convert import GapInLog
     from transport.jsonlines import UnreadableLog
-    from transport.parquet import NoParquet
+    from transport.parquet import NoParquet, UnusableMeans
     from transport.seek_index import UnusableIndex
 
     if isinstance(
@@ -237,8 +237,10 @@ def _exit_code(error: Exception) -> int | None:
     if isinstance(error, StoreError):
         return EXIT_FAILED
     # A model that cannot be loaded and memory that holds no pool are settings to change.
-    unusable = (ModelError, MemorySizeError, PoolTooSmallError, LayoutUnsupportedError, NoParquet)
-    return EXIT_USAGE if isinstance(error, unusable) else None
+    unusable = ModelError | MemorySizeError | PoolTooSmallError | LayoutUnsupportedError
+    if isinstance(error, unusable | NoParquet | UnusableMeans):
+        return EXIT_USAGE
+    return None
 
 
 def _hint(error: Exception) -> str:

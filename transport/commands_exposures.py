@@ -80,14 +80,11 @@ def _asked(
 
     if not is_standard(log) and segment_files.is_parquet(log):
         from transport.exposures_sql import exposures_of
-        from transport.parquet import Means, UnusableMeans
+        from transport.parquet import Means
         from transport.parquet_read import open_parquet
 
         with ExitStack() as stack:
-            try:
-                table = open_parquet(log, stack, Means(memory_limit, temporary))
-            except UnusableMeans as error:
-                raise UsageError(f"--memory-limit, --temporary: {error}") from error
+            table = open_parquet(log, stack, Means(memory_limit, temporary))
             with Asking(table.percent, shown=shown) as asking:
                 return table, exposures_of(table, told=asking.say).exposures
     if memory_limit is not None or temporary is not None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from lifecycle.wording import counted
 from transport.commands_forensics import opened
 from transport.commands_shared import (
-    EXIT_FAILED,
     EXIT_OK,
     EXIT_UNREADABLE,
     Json,
@@ -54,9 +53,6 @@ def index(log: Path, /, *, output: Path | None = None, json: Json = False) -> in
         except NotIndexed as error:
             note(f"custody: {log}: {error}")
             return EXIT_UNREADABLE
-        except OSError as error:
-            note(f"custody: {path}: {error}")
-            return EXIT_FAILED
     size = path.stat().st_size
     if json:
         written = {

@@ -85,7 +85,8 @@ def connect(means: Means = MEANS) -> duckdb.DuckDBPyConnection:
         if means.memory_limit is not None:
             connection.execute(f"SET memory_limit = {quoted(means.memory_limit)}")
     except duckdb.Error as error:
-        raise UnusableMeans(str(error)) from error
+        reason = str(error).splitlines()[0]
+        raise UnusableMeans(f"--memory-limit, --temporary: {reason}") from error
     return connection
 
 

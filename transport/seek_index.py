@@ -129,6 +129,8 @@ class IndexWriter:
         self._path = path
         self._unfinished = path.with_name(path.name + ".new")
         self._unfinished.unlink(missing_ok=True)
+        # The system says what is wrong with a name; SQLite would not.
+        self._unfinished.open("xb").close()
         self._file = sqlite3.connect(self._unfinished, isolation_level=None)
         # It can be made again, so nothing waits for the disk.
         self._file.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + TABLES)
