@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,31 @@ def test_requests_of_one_log_only_are_listed() -> None:
     found = difference(one, two)
     assert (found.only_left, found.only_right, found.divergences) == ((), (TWO,), ())
     assert difference(two, one).only_left == (TWO,)
+
+
+def interleaved(entries: Entries, draw: random.Random) -> Entries:
+    """The same entries, each request's in their order, and requests among each other in any."""
+    left: dict[str, Entries] = {}
+    for one in entries:
+        left.setdefault(one[1].request, []).append(one)
+    out: Entries = []
+    while left:
+        name = draw.choice(sorted(left))
+        out.append(left[name].pop(0))
+        if not left[name]:
+            del left[name]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_how_requests_take_turns_makes_no_difference(seed: int) -> None:
+    """What one log says first waits for the other, be it a line behind or at the log's other end."""
+    draw = random.Random(seed)
+    log = driven()
+    for other in (log, with_event(log, Finished, tokens=9), log[:-2], log[4:]):
+        plain = difference(log, other)
+        assert difference(log, interleaved(other, draw)) == plain
+        assert difference(interleaved(log, draw), other) == plain
 
 
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
