@@ -16,11 +16,22 @@ from typing import Any, cast
 import attrs
 import pytest
 
+from engine.effects import Publish
 from engine.log_changes import changed, edited_base, renumbered
 from engine.scenarios import ONE
-from lifecycle.events import Aborted, Cause, Drained, Entry, Lost, LostCause, Proof, Reserved
+from lifecycle.events import (
+    Aborted,
+    ByScheduler,
+    Cause,
+    Drained,
+    Entry,
+    Lost,
+    LostCause,
+    Proof,
+    Reserved,
+)
 from lifecycle.history import History
-from lifecycle.ids import Party
+from lifecycle.ids import FLEET, Party
 from lifecycle.replay import replay
 from lifecycle.rules import RULES
 from property_tests.mutants import BY_NAME
@@ -28,7 +39,7 @@ from property_tests.mutants_decode import KeepsOne, OneByOne
 from tests.handmade import DECODE
 from transport import cli, simulate_search
 from transport.client_desk import ClientDesk
-from transport.fleet_streams import Ahead, FleetStreams, Link
+from transport.fleet_streams import Ahead, FleetStreams, Held, Link
 from transport.journal import Journal
 from transport.scheduler_owner import SchedulerOwner
 from transport.simulate_search import Outcome, run_plan
@@ -334,6 +345,18 @@ def test_only_a_higher_position_proves_that_nothing_is_lacking() -> None:
     assert [streams.cursor(DECODE, position) for position in (60, 76, 77)] == [60, 73, 73]
     assert streams.cursor(DECODE, 78) == 78
     assert streams.cursor(DECODE, 77) == 77
+
+
+def test_a_rank_that_was_shown_less_ahead_the_second_time_may_still_lack_it() -> None:
+    """Shown 80 before 74 and then, on its next stream, only 78: one that says 80 may lack 74."""
+    streams = FleetStreams(cast("SchedulerOwner", None), on_gone=lambda _party: None)
+    link = Link(party=DECODE, live=True)
+    link.held.append(Held(74, 74, ()))
+    lost = Entry(FLEET, 0, 0, ByScheduler(1), 1, Lost(DECODE.engine, 1, LostCause.LEASE))
+    for position in (78, 80, 78):
+        streams._note_ahead(link, Publish(DECODE, position, lost, None, 0))
+    assert [streams.cursor(DECODE, position) for position in (79, 80)] == [73, 73]
+    assert streams.cursor(DECODE, 81) == 81
 
 
 def test_entries_shown_before_they_are_durable_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

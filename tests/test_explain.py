@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lifecycle.events import Aborted, Cause, RejectCode, Released
+from lifecycle.ids import FLEET
 from tests import handmade
 from tests.handmade import DESTINATION, ONE, SOURCE, TWO
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
@@ -45,6 +46,13 @@ def test_an_answer_is_told_as_the_truth(tmp_path: Path, capsys: pytest.CaptureFi
         "That was the truth.",
     ):
         assert part in text, part
+
+
+def test_the_fleet_is_nobodys_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its entries bear an id as a request's do, and that id is no request in the log."""
+    write_log(tmp_path / "x", first_answered().entries)
+    assert cli.run(["explain", FLEET, "--log", str(tmp_path / "x")]) == 1
+    assert f"no entry of request {FLEET}" in capsys.readouterr().err
 
 
 def test_the_story_runs_forward_and_the_verdict_stands_apart(

@@ -33,7 +33,7 @@ from lifecycle.events import (
 )
 from lifecycle.forensics_exposures import Inquiry
 from lifecycle.forensics_values import Response, Source, Told
-from lifecycle.ids import GrantId, PageRange, RequestId, TokenRange, count_pages
+from lifecycle.ids import FLEET, GrantId, PageRange, RequestId, TokenRange, count_pages
 from lifecycle.replay import Replayer
 from lifecycle.rules import RULES
 from lifecycle.wording import counted
@@ -91,7 +91,8 @@ def explain(request: RequestId, capture: Capture) -> Explanation:
     inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=DiskAside())
     replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot, aside=DiskAside())
     own = [one for one in inquired(capture, inquiry, replayer) if one[1].request == request]
-    if not own:
+    # The fleet's entries bear an id, too, and are nobody's story.
+    if request == FLEET or not own:
         raise NotInLog(near(request, inquiry.names()))
     found = found_in(capture, inquiry)
     response = next((r for r in found.responses if r.request == request), None)

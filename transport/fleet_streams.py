@@ -166,9 +166,11 @@ class FleetStreams:
 
     def _note_ahead(self, link: Link, effect: Publish) -> None:
         known = self.ahead.get(effect.party)
-        lowest = next((held.position for held in link.held if held.position), None)
         if known is not None:
-            lowest = known.lowest
+            # A stream that is brought up to date may show less ahead than the one that broke did.
+            self.ahead[effect.party] = Ahead(known.lowest, max(known.highest, effect.position))
+            return
+        lowest = next((held.position for held in link.held if held.position), None)
         if lowest is not None:
             self.ahead[effect.party] = Ahead(lowest, effect.position)
 
