@@ -19,7 +19,9 @@ from tests import handmade
 from tests.handmade import ONE
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_exposures import first_answered
-from transport import cli
+from transport import aside, cli, spool
+from transport.bench_forensics import Traffic
+from transport.bench_forensics import write_log as write_segment
 from transport.forensics_read import open_capture
 from transport.jsonlines import entry_object
 from transport.parquet import write_parquet
@@ -246,6 +248,8 @@ METADATA = (
     "source: 'custody', \"foreign\": 'false'}})"
 )
 
+FIRST_OF_LONG = "00000001-000000000001"
+
 # What is done to a log, and the exit code of each verb in this order.
 VERBS = ("replay", "exposures", "explain", "verify", "timeline", "slice", "bundle", "diff")
 TABLE: dict[Maker, tuple[int, ...]] = {
@@ -297,6 +301,40 @@ def tokens(verb: str, log: Path, folder: Path) -> list[str]:
         "bundle": ["bundle", str(log), "--output", str(folder / "b.zip")],
         "diff": ["diff", str(log), str(good)],
     }[verb]
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a log of a thousand requests, which is clean and whole."""
+    folder = tmp_path_factory.mktemp("long")
+    write_segment(folder / "log", Traffic(), 10_000)
+    write_log(folder / "good.jsonl", whole())
+    return folder
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_on_a_log_that_is_longer_than_what_it_may_hold(
+    verb: str,
+    long: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With room for a hundred entries and ten requests every verb says what it says with plenty."""
+    outputs = []
+    for held, latest in ((spool.HELD_MAX, aside.LATEST), (100, 10)):
+        monkeypatch.setattr(spool, "HELD_MAX", held)
+        monkeypatch.setattr(aside, "LATEST", latest)
+        said = tokens(verb, long / "log", long)
+        if verb == "explain":
+            said[1] = FIRST_OF_LONG
+        if verb == "bundle":
+            # Commitments are salted anew each time.
+            said.append("--clear")
+        code = cli.run(said)
+        outputs.append((code, capsys.readouterr()))
+    plenty, little = outputs
+    assert little == plenty
+    assert plenty[0] == (1 if verb == "diff" else 0)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -58,10 +58,10 @@ def packed(value: object) -> bytes:
 class DiskAside(Generic[N]):
     """The latest in memory, the others in a temporary file."""
 
-    def __init__(self, *, latest: int = LATEST) -> None:
-        """Nothing is on disk until more than `latest` requests were put."""
-        self._most = latest
-        self._batch_size = max(1, min(BATCH, latest))
+    def __init__(self, *, latest: int | None = None) -> None:
+        """Nothing is on disk until more than `latest` requests were put, `LATEST` if not said."""
+        self._most = LATEST if latest is None else latest
+        self._batch_size = max(1, min(BATCH, self._most))
         self._latest: OrderedDict[RequestId, N] = OrderedDict()
         self._disk: sqlite3.Connection | None = None
         self._highest = RequestId("")
