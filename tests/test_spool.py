@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
+import attrs
 import pytest
 
 from examples.incident.simulation import Setup, simulate
+from lifecycle.ids import RequestId
+from lifecycle.state import RequestState
 from tests.test_cli import bare  # noqa: F401 - a fixture for every test here
 from transport import bundle, cli, spool
+from transport.aside import DiskAside, NotPutAside
 from transport.bench_forensics import Traffic
 from transport.spool import BATCH, Spool
 
@@ -75,3 +82,36 @@ def test_a_bundle_that_nobody_could_check_is_refused_before_it_is_made(
     assert "more than 5000 bytes" in said
     assert "--request" in said
     assert not output.exists()
+
+
+@contextmanager
+def files_of_at_most(limit_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond that, as on a disk that is nearly full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_is_said_with_the_folder_to_change() -> None:
+    """Neither a traceback of a database nor an error without a file's name: TMPDIR is named."""
+    aside: DiskAside[RequestState] = DiskAside(latest=1)
+    kept = Spool(held=0)
+    entry = next(Traffic().entries(1))
+
+    def put(count: int) -> None:
+        for number in range(count):
+            aside.put(RequestState(RequestId(f"{number} {'x' * 100_000}")))
+
+    def append(count: int) -> None:
+        for number in range(count):
+            request = RequestId(f"{number} {'x' * 1_000}")
+            kept.append((number, attrs.evolve(entry, request=request)))
+
+    with files_of_at_most(1 << 16):
+        with pytest.raises(NotPutAside, match="TMPDIR"):
+            put(400)
+        with pytest.raises(NotPutAside, match="TMPDIR"):
+            append(2 * BATCH)

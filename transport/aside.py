@@ -55,6 +55,16 @@ def packed(value: object) -> bytes:
     return out.getvalue()
 
 
+class NotPutAside(OSError):
+    """A temporary file cannot be written; who reads the log makes room or names another folder."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(
+            f"what was read cannot be kept in a temporary file, for which TMPDIR names the folder: "
+            f"{reason}"
+        )
+
+
 class DiskAside(Generic[N]):
     """The latest in memory, the others in a temporary file."""
 
@@ -74,11 +84,14 @@ class DiskAside(Generic[N]):
         return len(self._latest)
 
     def put(self, one: N) -> None:
-        """Keep this in place of what was kept of the same request before."""
+        """Keep this in place of what was kept of the same request before.  Raises `NotPutAside`."""
         self._latest[one.request] = one
         self._latest.move_to_end(one.request)
         if len(self._latest) >= self._most + self._batch_size:
-            self._spill()
+            try:
+                self._spill()
+            except sqlite3.Error as error:
+                raise NotPutAside(error) from error
 
     def find(self, request: RequestId) -> N | None:
         """What was put last."""

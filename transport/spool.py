@@ -15,7 +15,7 @@ from typing import IO, Protocol
 from weakref import finalize
 
 from lifecycle.events import Entry
-from transport.aside import packed
+from transport.aside import NotPutAside, packed
 
 HELD_MAX = 65_536
 """Entries that stay in memory, about a kilobyte each."""
@@ -55,14 +55,17 @@ class Spool:
         return len(self._first) + len(self._last)
 
     def append(self, one: Positioned) -> None:
-        """Keep the next entry."""
+        """Keep the next entry.  Raises `NotPutAside`."""
         self._count += 1
         if len(self._first) < self._most:
             self._first.append(one)
             return
         self._last.append(one)
         if len(self._last) >= BATCH:
-            self._spill()
+            try:
+                self._spill()
+            except OSError as error:
+                raise NotPutAside(error.strerror) from error
 
     def __iter__(self) -> Iterator[Positioned]:
         """All of them, in their order; several may iterate at once."""
@@ -77,6 +80,7 @@ class Spool:
             finalize(self, self._file.close)
         self._places.append(self._file.seek(0, 2))
         self._file.write(packed(self._last))
+        self._file.flush()
         self._last = []
 
     def _batch(self, place: int) -> list[Positioned]:
