@@ -5,7 +5,9 @@ The truth comes from tainted memory that the log's writer never looks at.
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from lifecycle.events import RejectCode
 from lifecycle.forensics_sums import exposures
 from lifecycle.forensics_values import Exposures
 from lifecycle.replay import Replayer, Report
+from transport import cli
 
 PUBLISHED = 155
 PREFILL_POOL = 681_280
@@ -114,6 +117,21 @@ def test_late_writes_give_exactly_those_affected() -> None:
     counts = [check_late_writes(seed) for seed in range(6)]
     assert 0 in counts
     assert any(counts)
+
+
+@pytest.mark.parametrize("setup", [rejected_walks(3), late_writes(3)])
+def test_a_list_of_requests_shows_the_phases_of_the_replay(
+    setup: Setup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a foreign engine did against a rule moves a request's phase in both verbs."""
+    log = tmp_path / "log.jsonl"
+    simulate(setup).log.write(log)
+    assert cli.run(["log", "ls", "--log", str(log), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    listed = Counter(line["phase"].removeprefix("PHASE_").lower() for line in lines)
+    _, report, _ = judged(setup)
+    assert listed == dict(report.phases)
+    assert listed["closed"]
 
 
 @pytest.mark.slow

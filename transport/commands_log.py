@@ -91,8 +91,9 @@ def list_requests(
         from transport.log_index import summaries
 
         with _reading(log, json=json):
-            entries = read_log(log).entries
-            found = tuple(islice(_in_phase(summaries(entries), phase), limit))
+            file = read_log(log)
+            listed = summaries(file.entries, foreign=file.foreign)
+            found = tuple(islice(_in_phase(listed, phase), limit))
         _print_requests(iter(found), limit, json=json)
         return EXIT_OK
     with connect(scheduler, door) as client:

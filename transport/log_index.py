@@ -16,6 +16,7 @@ from engine.store import Stored
 from lifecycle.events import Aborted, Admitted, Entry, Finished, Rejected
 from lifecycle.history import History
 from lifecycle.ids import FLEET, RequestId
+from lifecycle.replay import UNCOMPARED, Replayer
 from lifecycle.state import Phase, RequestState
 from transport.pb import log_pb2 as pb
 
@@ -147,11 +148,16 @@ def summary(line: Line, state: RequestState | None) -> pb.RequestSummary:
     )
 
 
-def summaries(entries: Iterable[Stored]) -> Iterator[pb.RequestSummary]:
-    """A log's requests in the order of their first entries; what is illegal moves no phase."""
-    index, history = LogIndex(), History(crossguards=False)
+def summaries(entries: Iterable[Stored], *, foreign: bool) -> Iterator[pb.RequestSummary]:
+    """A log's requests in the order of their first entries.
+
+    What is illegal moves no phase, but in a `foreign` log, where it is taken for what happened.
+    """
+    without = UNCOMPARED if foreign else ()
+    index, history = LogIndex(), History(without=without, crossguards=False)
+    replayer = Replayer(foreign=foreign, history=history)
     for stored in entries:
         index.note(stored.position, stored.entry)
-        history.apply(stored.entry)
+        replayer.take(stored.position, stored.entry)
     for line in index.lines:
         yield summary(line, history.state(line.request))
