@@ -54,7 +54,7 @@ class FleetState:
     recovered: tuple[GrantId, ...] = ()
 
     def life(self, engine: EngineId, incarnation: int) -> Life | None:
-        """That life, if it is the newest or was remembered."""
+        """That life, lost or not; None if it never joined."""
         for name, life in self.lives:
             if life.attached.incarnation == incarnation and name == engine:
                 return life

@@ -32,7 +32,7 @@ from lifecycle.wording import counted
 SPEED_FACTOR = 8
 """A first token this many times sooner than usual for the prompt's length is a symptom."""
 SPEED_SAMPLES_MIN = 16
-"""Of fewer long prompts nobody can say what is usual."""
+"""Of fewer answers nobody can say what is usual."""
 LENGTHS_APART_MAX = 1
 """Prefill holds a prompt's tokens but the last, so lengths may differ by one."""
 

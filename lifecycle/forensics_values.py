@@ -81,7 +81,7 @@ class Read:
     """A run of token slots that `reader` read and had not written last.
 
     `tokens` are the reader's token numbers `start` to `stop - 1`; `pages` are those of `owner`.
-    `written_ns` and `ended_ns` are 0 where nobody is known to have written.
+    `written_position` and `written_ns` are 0 where nobody is known to have written.
     """
 
     reader: RequestId

@@ -46,7 +46,7 @@ def cross_by_event(guards: Iterable[CrossGuard]) -> dict[type[Event], tuple[Cros
 
 
 ALL_CROSS = cross_by_event(CROSS_GUARDS)
-ENDING = (Finished, Aborted, Requeued)
+ATTEMPT_ENDS = (Finished, Aborted, Requeued)
 SETTLING = (Released, Quarantined)
 UNACCOUNTED = frozenset({Rejected, Transferred, Drained, Verified, Dropped})
 """Events that move no page."""
@@ -184,7 +184,7 @@ class History:
                     account = ledger.get(party)
                     if account is not None:
                         ledger[party] = account.book(request, leg.pages_booked)
-        elif isinstance(event, ENDING):
+        elif isinstance(event, ATTEMPT_ENDS):
             for party, account in ledger.items():
                 # A key that is there already may be set while the items are looked at.
                 ledger[party] = account.unbook(request)

@@ -228,7 +228,9 @@ def verify(
     json
         Print one JSON document.
     """
+    from lifecycle.forensics_values import Bounds
     from transport import bundle as archives
+    from transport.forensics_text import bounds
     from transport.signature import NoSignature
 
     try:
@@ -259,7 +261,7 @@ def verify(
         if checked.verdict:
             affected = checked.verdict["affected"]
             say(
-                f"affected answers: at least {affected['least']}, at most {affected['most']}; "
+                f"affected answers: {bounds(Bounds(affected['least'], affected['most']))}; "
                 f"requests with a violation: {checked.verdict['violations']}"
             )
         say("intact" if not checked.problems else counted(len(checked.problems), "problem"))
