@@ -109,10 +109,13 @@ def verdict(outputs: Mapping[str, str], golden: Path) -> tuple[str, int]:
 
 def main() -> int:
     """Run everything; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m examples.incident", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(".cache/incident"))
+    about = "Write the published incident's logs, and what the verbs say about them, into a folder."
+    parser = argparse.ArgumentParser(prog="python -m examples.incident", description=about)
+    where = Path(".cache/incident")
+    parser.add_argument("--folder", type=Path, default=where, help=f"where to; {where} if absent")
     parser.add_argument("--update", action="store_true", help="keep the outputs as golden")
-    parser.add_argument("--model", type=Path, default=Path(os.environ.get("CUSTODY_MODEL", MODEL)))
+    model = Path(os.environ.get("CUSTODY_MODEL", MODEL))
+    parser.add_argument("--model", type=Path, default=model, help="of the rounds in memory")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds in memory; 0 for none")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
