@@ -145,7 +145,7 @@ def test_an_unknown_request_is_answered_with_near_ones(
 
 
 def test_a_part_of_an_id_finds_it() -> None:
-    """Equal ends come before whatever is spelt alike."""
+    """What contains it is shown, and only for want of that what is spelt alike."""
     assert near("0007", ["x-0001", "x-0007", "x-0071"]) == ["x-0007"]
     assert near("", ["a"]) == []
 

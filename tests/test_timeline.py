@@ -188,3 +188,13 @@ def test_the_verb_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = json.loads(capsys.readouterr().out)
     assert (code, said["drawn"], said["bytes"]) == (0, said["entries"], len(html.encode()))
     assert trace_class().FromString(trace.read_bytes()).packet
+
+
+def test_what_a_limit_leaves_out_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page that lacks entries says how to see them; a whole one has nothing to say."""
+    drawn(first_answered(), tmp_path / "whole")
+    assert "--limit" not in capsys.readouterr().err
+    drawn(first_answered(), tmp_path / "part", "--limit", "3")
+    assert "--limit draws more" in capsys.readouterr().err

@@ -30,6 +30,7 @@ from transport.commands_shared import (
     UsageError,
     connect,
     is_standard,
+    note,
     say,
     say_json,
 )
@@ -234,6 +235,8 @@ def timeline(
             say_json(written)
         else:
             say(f"{len(drawn.shown)} of {counted(drawn.total, 'entry')} drawn in {output}")
+            if len(drawn.shown) < drawn.total and not request:
+                note("requests with findings come first; --limit draws more, --request only one")
             if perfetto is not None:
                 say(f"the same as a Perfetto trace in {perfetto}")
         return EXIT_OK if capture.whole else EXIT_UNREADABLE

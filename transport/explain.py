@@ -113,14 +113,14 @@ def explain(request: RequestId, capture: Capture) -> Explanation:
 
 
 def near(request: str, known: Iterable[str]) -> list[str]:
-    """Ids that look like it: equal ends first, then whatever is spelt alike."""
-    ends: list[str] = []
+    """Ids that look like it: those that contain it, or else whatever is spelt alike."""
+    holding: list[str] = []
     latest: deque[str] = deque(maxlen=CANDIDATES_MAX)
     for one in known:
-        if request and request in one and len(ends) < 3:
-            ends.append(one)
+        if request and request in one and len(holding) < 3:
+            holding.append(one)
         latest.append(one)
-    return ends or get_close_matches(request, latest, n=3, cutoff=0.5)
+    return holding or get_close_matches(request, latest, n=3, cutoff=0.5)
 
 
 # --- What happened ----------------------------------------------------------------------------
