@@ -100,7 +100,7 @@ class RequestState:
     """`reduce` over a request's log.
 
     `sequence` is the next entry's number; `deadline_ns` bounds the answer and `settle_by_ns`
-    the settlement of what an ended attempt left (0 when nothing is to be settled);
+    the settlement of what an ended attempt left (0 while none has ended, or the next runs);
     `first` is the first attempt's admission, `relayed` the tokens that earlier attempts
     gave to the client.
     """
