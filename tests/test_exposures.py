@@ -353,6 +353,21 @@ def asked(
     return code, text, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("bad", [True, False])
+def test_the_verb_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: bool
+) -> None:
+    """Where somebody is affected, standard error names the verbs that come next, and else none."""
+    script = short_handoff(first_answered()) if bad else first_answered()
+    path = write_log(tmp_path / "x.jsonl", script.entries)
+    assert cli.run(["exposures", str(path)]) == int(bad)
+    said = capsys.readouterr().err
+    assert (f"custody explain REQUEST --log {path}" in said) is bad
+    assert (f"custody bundle {path}" in said) is bad
+    assert cli.run(["exposures", str(path), "--json"]) == int(bad)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_verb_names_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Reader, pages, tokens, earlier owner and age are printed; the exit code is 1."""
     path = write_log(tmp_path / "bad.jsonl", short_handoff(first_answered()).entries)

@@ -19,6 +19,7 @@ from transport.commands_shared import (
     Switch,
     UsageError,
     is_standard,
+    note,
     say,
     say_json,
 )
@@ -64,6 +65,9 @@ def exposures(
     else:
         for line in forensics_text.exposure_lines(capture, found, reads=reads):
             say(line)
+        if found.affected.most and not is_standard(log):
+            note(f"`custody explain REQUEST --log {log}` tells the story of one of them")
+            note(f"`custody bundle {log}` puts the evidence into one archive")
     if found.affected.most:
         return EXIT_FAILED
     return EXIT_OK if capture.whole else EXIT_UNREADABLE
