@@ -19,7 +19,7 @@ import attrs
 
 from lifecycle.events import Admitted, Entry, Leg, Rejected, Released, Reserved
 from lifecycle.history import History
-from lifecycle.ids import FLEET, Party, mask_of
+from lifecycle.ids import FLEET, GrantId, Party, RequestId, mask_of
 from lifecycle.replay import Finding, Replayer
 
 Positioned = tuple[int, Entry]
@@ -66,13 +66,19 @@ def _circles(entries: Iterable[Positioned], finding: Finding) -> Iterable[list[E
     if near[-1:] != last:
         yield [entry for _, entry in near + last]
     mine = _pages(entry for _, entry in near if entry.request == request)
-    neighbours = {request, FLEET} | {
-        entry.request
-        for _, entry in known()
-        if isinstance(entry.event, Reserved)
-        and mask_of(entry.event.pages) & mine.get(entry.event.grant.owner, 0)
-    }
-    for wanted in (neighbours, None):
+    every, holders = {request, FLEET}, dict[GrantId, RequestId]()
+    for _, entry in known():
+        event = entry.event
+        if not isinstance(event, Reserved):
+            continue
+        holders.pop(event.grant, None)
+        if mask_of(event.pages) & mine.get(event.grant.owner, 0):
+            every.add(entry.request)
+            holders[event.grant] = entry.request
+    # Of a grant that is reserved twice the later one alone comes first: more requests may break
+    # something else before.
+    latest = {request, FLEET, *holders.values()}
+    for wanted in (latest, every, None) if latest != every else (every, None):
         wider = (entry for _, entry in known() if wanted is None or entry.request in wanted)
         candidates = list(islice(wider, CANDIDATES_MAX + 1))
         if len(candidates) <= CANDIDATES_MAX:

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from examples.incident.simulation import Setup, simulate
-from lifecycle.forensics_slice import smallest
+from lifecycle.forensics_slice import _circles, smallest
+from lifecycle.ids import FLEET, GrantId, PageRange, RequestId
 from lifecycle.replay import Replayer
-from tests.handmade import ONE
+from tests.handmade import ONE, PREFILL, TWO, source
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
-from tests.test_exposures import first_answered
+from tests.test_exposures import Careless, first_answered
 from tests.test_replay import MUTATED
 from transport import cli
 
 ENTRIES_MAX = 20
+THREE = RequestId("00000001-000000000003")
 
 
 @pytest.mark.parametrize("rule", MUTATED)
@@ -70,6 +72,25 @@ def test_the_incident_is_a_refusal_that_walks() -> None:
         assert found is not None
         names = [type(entry.event).__name__ for _, entry in found.entries]
         assert names == ["Resumed", "Rejected", "Reserved"]
+
+
+def test_of_a_grant_that_two_reserved_the_later_one_is_tried_alone() -> None:
+    """Whoever's pages it had before may break something else first, and so comes after that."""
+    log = Careless()
+    log.say(source(), request=ONE)
+    log.say(source(pages=(PageRange(4, 2),)), request=TWO)
+    log.say(source(grant=GrantId(PREFILL, 2)), request=THREE)
+    replayer = Replayer()
+    for position, entry in log.entries:
+        replayer.take(position, entry)
+    finding = replayer.findings[THREE]
+    circles = [{entry.request for entry in tried} for tried in _circles(log.entries, finding)]
+    assert circles == [
+        {THREE, FLEET},
+        {THREE, FLEET},
+        {ONE, THREE, FLEET},
+        {ONE, TWO, THREE, FLEET},
+    ]
 
 
 def test_the_verb_writes_logs_that_replay_the_same(
