@@ -27,7 +27,7 @@ class Limits:
 
 @attrs.frozen
 class Submission:
-    """A request that waits for its decision (again, when `relayed` tokens went out before)."""
+    """A request that waits for its decision; `attempt` is the one that would begin."""
 
     request: RequestId
     tenant: str

@@ -198,7 +198,7 @@ class Exposures:
     """The answer to: who was exposed to whom.
 
     `answers` counts all answered requests; `responses` are those that are affected or cannot be
-    cleared; `missing_share` is the part of the log's positions, `missing_ns` the time between
+    cleared; `missing_positions` is how many positions of the log, `missing_ns` the time between
     entries, about which nothing is known.
     """
 
