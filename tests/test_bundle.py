@@ -209,6 +209,12 @@ def test_a_slice_says_that_it_is_one(log: Path, capsys: pytest.CaptureFixture[st
     assert json.loads(member(path, "manifest.json"))["complete"] is False
     code, said = checked(path, capsys)
     assert (code, said["verdict"]["complete"]) == (0, False)
+    assert cli.run(["bundle", "verify", str(path)]) == 0
+    assert "the log in it is incomplete" in capsys.readouterr().out
+    whole = made(log)
+    capsys.readouterr()
+    assert cli.run(["bundle", "verify", str(whole)]) == 0
+    assert "incomplete" not in capsys.readouterr().out
     window = made(log, "--from", "4", "--to", "9")
     lines = [json.loads(line) for line in member(window, "log.jsonl").splitlines()[1:]]
     assert {line["position"] for line in lines if line["request"] == ONE} == set(range(4, 10))

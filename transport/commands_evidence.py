@@ -264,6 +264,8 @@ def verify(
                 f"affected answers: {bounds(Bounds(affected['least'], affected['most']))}; "
                 f"requests with a violation: {checked.verdict['violations']}"
             )
+            if not checked.verdict["complete"]:
+                say("the log in it is incomplete: what is missing may hide more")
         say("intact" if not checked.problems else counted(len(checked.problems), "problem"))
     return EXIT_FAILED if checked.problems else EXIT_OK
 
