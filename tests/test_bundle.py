@@ -220,6 +220,17 @@ def test_a_slice_says_that_it_is_one(log: Path, capsys: pytest.CaptureFixture[st
     assert {line["position"] for line in lines if line["request"] == ONE} == set(range(4, 10))
 
 
+def test_a_request_that_is_not_in_the_log_gives_no_archive(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An archive without it would look like its evidence; as in every verb, that is exit code 1."""
+    output = tmp_path / "none.zip"
+    asked = ["bundle", str(log), "--output", str(output), "--request", TWO]
+    assert cli.run([*asked, "--request", TWO[:-1] + "9"]) == 1
+    assert f"no entry of request {TWO[:-1]}9; near it are {TWO}" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_the_chain_of_segments_is_in_the_manifest(tmp_path: Path) -> None:
     """The hash with which a folder of segments ends is what `log verify --head` takes."""
     store = SegmentStore(tmp_path / "log")

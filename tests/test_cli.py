@@ -393,6 +393,15 @@ def test_replay_reads_standard_input(
     assert capsys.readouterr().out.endswith("clean\n")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_no_error(good: Path, closed: str) -> None:
+    """Who wants the exit code alone may close what it does not read: the verdict is the same."""
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", *PROGRAM, "replay", str(good)]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("clean\n") != (" >&-" in f" {closed}")
+
+
 @pytest.mark.parametrize("verb", [("export",), ("show", handmade.TWO)], ids=["lines", "table"])
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path, verb: tuple[str, ...]) -> None:
     """When the reader of a pipe goes away, nothing is complained about."""

@@ -27,6 +27,7 @@ from lifecycle.events import Attached
 from lifecycle.ids import FLEET
 from lifecycle.wording import counted
 from transport import jsonlines, replay_text, timeline
+from transport.explain import NotInLog, near
 from transport.forensics_read import Capture, LinesCapture
 from transport.forensics_text import exposures_object
 from transport.json_values import to_json
@@ -99,19 +100,25 @@ def make(
     """The archive of a log, or of the wanted requests or positions of it with the whole fleet.
 
     `key` is an Ed25519 private key in PEM; `told` hears what is done once the log was read.
-    Raises `NoSignature` or `TooLarge`.
+    Raises `NoSignature`, `TooLarge` or `NotInLog`.
     """
     redaction = Redaction()
     entries = Spool()
     named = set(wanted)
     cut = False
+    known: set[str] = set()
     for position, entry in capture:
+        if named:
+            known.add(entry.request)
         fleet = entry.request == FLEET
         inside = position >= first and (last is None or position <= last)
         if not fleet and (not inside or (named and entry.request not in named)):
             cut = True
             continue
         entries.append((position, entry if clear else redaction.entry(entry)))
+    for name in wanted:
+        if name not in known:
+            raise NotInLog(near(name, known - {FLEET}), request=name)
     whole = capture.whole and not cut
     told("judging what goes into the archive")
     files = _files(entries, capture, whole=whole)

@@ -268,8 +268,19 @@ def _terminate(_number: int, _frame: object) -> None:
     raise Terminated
 
 
+def open_closed() -> None:
+    """Let a standard stream that was closed for this process be the null device.
+
+    Python has none then, and the next file that is opened would take its number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - for good
+
+
 def main() -> None:
     """The entry of the console script."""
+    open_closed()
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run(sys.argv[1:]))
 

@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 from lifecycle.wording import counted
 from transport.commands_bench import bench_app
 from transport.commands_forensics import From, Requests, expect_known, opened
+from transport.commands_log import UnknownRequest
 from transport.commands_shared import (
     EXIT_FAILED,
     EXIT_OK,
@@ -171,6 +172,7 @@ def bundle(
     from importlib.metadata import version as installed
 
     from transport import bundle as archive
+    from transport.explain import NotInLog
     from transport.signature import NoSignature
 
     key = None if sign is None else key_bytes(sign, "--sign")
@@ -188,6 +190,8 @@ def bundle(
             )
         except (NoSignature, archive.TooLarge) as error:
             raise UsageError(str(error)) from error
+        except NotInLog as error:
+            raise UnknownRequest(error.request, error.near) from error
         output.write_bytes(data)
         reading.stop()
         if json:

@@ -81,8 +81,9 @@ class Explanation:
 class NotInLog(Exception):
     """No entry has this id; `near` are ids that look like it."""
 
-    def __init__(self, near: Sequence[str]) -> None:
+    def __init__(self, near: Sequence[str], *, request: str) -> None:
         super().__init__()
+        self.request = request
         self.near = tuple(near)
 
 
@@ -93,7 +94,7 @@ def explain(request: RequestId, capture: Capture) -> Explanation:
     own = [one for one in inquired(capture, inquiry, replayer) if one[1].request == request]
     # The fleet's entries bear an id, too, and are nobody's story.
     if request == FLEET or not own:
-        raise NotInLog(near(request, inquiry.names()))
+        raise NotInLog(near(request, inquiry.names()), request=request)
     found = found_in(capture, inquiry)
     response = next((r for r in found.responses if r.request == request), None)
     story = inquiry.story(request)
