@@ -503,3 +503,7 @@ def test_behind_a_dropped_beginning_the_snapshot_counts(
     assert f"missing: positions 1 to {cut}: dropped" in text
     assert cli.run(["explain", TWO, "--log", str(folder)]) == 5
     assert "7 prompt tokens" in capsys.readouterr().out
+    assert cli.run(["log", "ls", "--log", str(folder), "--json"]) == 0
+    said = capsys.readouterr()
+    assert [json.loads(line)["requestId"] for line in said.out.splitlines()] == [TWO]
+    assert f"missing: positions 1 to {cut}: dropped" in said.err

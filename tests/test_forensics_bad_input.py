@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -301,6 +302,25 @@ def tokens(verb: str, log: Path, folder: Path) -> list[str]:
         "bundle": ["bundle", str(log), "--output", str(folder / "b.zip")],
         "diff": ["diff", str(log), str(good)],
     }[verb]
+
+
+@pytest.mark.parametrize("maker", TABLE, ids=lambda maker: str(maker.__name__))
+def test_a_list_of_a_bad_log_agrees_with_its_replay(
+    maker: Maker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many requests in each phase; 5 where something is missing, which is named, and else 0."""
+    log = maker(tmp_path)
+    cli.run(["replay", str(log), "--json"])
+    replayed = json.loads(capsys.readouterr().out or "{}")
+    code = cli.run(["log", "ls", "--log", str(log), "--json"])
+    said = capsys.readouterr()
+    assert code == (0 if replayed.get("complete") else 5)
+    assert "Traceback" not in said.err
+    assert bool(said.err) == (code == 5)
+    phases = replayed.get("phases", {})
+    listed = Counter(json.loads(line)["phase"] for line in said.out.splitlines())
+    named = {phase.removeprefix("PHASE_").lower(): count for phase, count in listed.items()}
+    assert named == {phase: count for phase, count in phases.items() if count}
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
     EXIT_OK,
+    EXIT_UNREADABLE,
     Door,
     Json,
     SchedulerAddress,
@@ -33,7 +34,7 @@ from transport.commands_shared import (
     say_message,
     say_table,
 )
-from transport.progress import Waiting, on_terminal
+from transport.progress import Reading, Waiting, on_terminal
 
 if TYPE_CHECKING:
     from engine.store import Stored
@@ -87,18 +88,28 @@ def list_requests(
     if limit is not None and limit < 0:
         raise UsageError(f"--limit {limit}: must not be negative")
     if log is not None:
-        from transport.jsonlines import read_log
-        from transport.log_index import summaries
-
-        with _reading(log, json=json):
-            file = read_log(log)
-            listed = summaries(file.entries, foreign=file.foreign)
-            found = tuple(islice(_in_phase(listed, phase), limit))
-        _print_requests(iter(found), limit, json=json)
-        return EXIT_OK
+        return _list_of(log, phase, limit, json=json)
     with connect(scheduler, door) as client:
         _print_requests(_in_phase(client.requests(), phase), limit, json=json)
     return EXIT_OK
+
+
+def _list_of(log: Path, phase: PhaseName | None, limit: int | None, *, json: bool) -> int:
+    """The requests of a log, and on standard error what is missing from it."""
+    from transport.commands_forensics import opened
+    from transport.log_index import summaries
+    from transport.replay_text import missing_lines
+
+    with opened(log) as capture:
+        with Reading(capture, shown=not json):
+            found = tuple(islice(_in_phase(summaries(capture), phase), limit))
+        _print_requests(iter(found), limit, json=json)
+        for line in () if capture.whole else missing_lines(capture):
+            note(line)
+        # A beginning that was dropped on purpose is told, and is no damage.
+        damaged = capture.problems or capture.unknown or len(capture.gaps()) > 1
+        dropped = capture.snapshot is not None and not damaged
+        return EXIT_OK if capture.whole or dropped else EXIT_UNREADABLE
 
 
 def _reading(log: Path, *, json: bool) -> Waiting:

@@ -8,17 +8,21 @@ It is memory only and rebuilt from the log at start.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
 import attrs
 
-from engine.store import Stored
 from lifecycle.events import Aborted, Admitted, Entry, Finished, Rejected
-from lifecycle.history import History
 from lifecycle.ids import FLEET, RequestId
-from lifecycle.replay import UNCOMPARED, Replayer
+from lifecycle.replay import Replayer
 from lifecycle.state import Phase, RequestState
+from transport.aside import DiskAside
 from transport.pb import log_pb2 as pb
+from transport.replaying import taken
+
+if TYPE_CHECKING:
+    from transport.forensics_read import Capture
 
 PHASES = {phase: pb.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
 
@@ -148,16 +152,13 @@ def summary(line: Line, state: RequestState | None) -> pb.RequestSummary:
     )
 
 
-def summaries(entries: Iterable[Stored], *, foreign: bool) -> Iterator[pb.RequestSummary]:
-    """A log's requests in the order of their first entries.
-
-    What is illegal moves no phase, but in a `foreign` log, where it is taken for what happened.
-    """
-    without = UNCOMPARED if foreign else ()
-    index, history = LogIndex(), History(without=without, crossguards=False)
-    replayer = Replayer(foreign=foreign, history=history)
-    for stored in entries:
-        index.note(stored.position, stored.entry)
-        replayer.take(stored.position, stored.entry)
+def summaries(capture: Capture) -> Iterator[pb.RequestSummary]:
+    """A log's requests in the order of their first entries, in the phases that `replay` counts."""
+    index = LogIndex()
+    replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot, aside=DiskAside())
+    for position, entry in capture.opening():
+        index.note(position, entry)
+    for position, entry, _ in taken(capture, replayer):
+        index.note(position, entry)
     for line in index.lines:
-        yield summary(line, history.state(line.request))
+        yield summary(line, replayer.state(line.request) or RequestState(line.request))
