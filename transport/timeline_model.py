@@ -81,7 +81,7 @@ def choose(
         for read in response.reads:
             if read.writer is not None:
                 ranked[read.writer] = None
-    counts = _counted(entries, frozenset({FLEET, *ranked}), others=most)
+    counts = _counted(entries, frozenset({FLEET, *ranked}), others=max(most, EVENTS_MAX))
     chosen = {FLEET: None}
     left = most - counts.get(FLEET, 0)
     for request in (*ranked, *counts):
@@ -94,10 +94,7 @@ def choose(
 def _counted(
     entries: Iterable[Positioned], named: frozenset[str], *, others: int
 ) -> dict[str, int]:
-    """How many entries the named requests have, and the first others, in the order of their first.
-
-    No more others than there may be entries can be shown.
-    """
+    """How many entries the named requests have, and the first others, in the order of their first."""
     counts: dict[str, int] = {}
     for _, entry in entries:
         request = entry.request
