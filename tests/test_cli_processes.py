@@ -311,6 +311,8 @@ def test_engines_leave_while_the_scheduler_still_keeps_the_log(served: Served) -
     assert {event.cause for event in events if isinstance(event, Lost)} == {LostCause.LEFT}
     assert {event.engine for event in events if isinstance(event, Draining)} == left
     said = [line["event"] for line in served.lines()]
-    assert said[-1] == "scheduler_stopped"
+    # An engine that was let go may be the last to speak: each process writes in its own time.
+    behind = said[said.index("scheduler_stopped") + 1 :]
+    assert set(behind) <= {"refused_by_scheduler"}
     reasons = [line["reason"] for line in served.lines() if line["event"] == "refused_by_scheduler"]
     assert reasons == ["ATTACH_REFUSAL_LEFT"] * 2
