@@ -39,9 +39,6 @@ from lifecycle.ledger import Ledger
 from lifecycle.state import QUARANTINED, RequestState
 from lifecycle.wording import counted
 
-# A name of the module is found faster, see `lifecycle.state`.
-_FENCED = Proof.FENCED
-
 CrossCheck = Callable[["View", RequestState, Entry, Any], str | None]
 
 
@@ -199,7 +196,7 @@ def _promised(view: View, state: RequestState, _entry: Entry, event: Reserved) -
 
 
 def _fence_scope(view: View, _state: RequestState, _entry: Entry, event: Drained) -> str | None:
-    if event.proof is not _FENCED:
+    if event.proof is not Proof.FENCED:
         return None
     owner = event.grant.owner
     if not may_fence(view.fleet.life(owner.engine, owner.incarnation)):

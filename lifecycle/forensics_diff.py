@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from lifecycle.events import Attached, ByEngine, Entry
+from lifecycle.forensics_values import Positioned
 from lifecycle.ids import FLEET, Party, RequestId
 
 VOLATILE = frozenset(
@@ -23,9 +24,7 @@ VOLATILE = frozenset(
 """Fields that are drawn, keyed or timed anew in every run."""
 
 LEFT, RIGHT = 0, 1
-Said = tuple[int, Entry]
-"""An entry and its position."""
-_Waiting = dict[RequestId, deque[Said]]
+_Waiting = dict[RequestId, deque[Positioned]]
 
 
 @attrs.frozen
@@ -72,8 +71,8 @@ class Difference:
 
 
 def difference(
-    left: Iterable[tuple[int, Entry]],
-    right: Iterable[tuple[int, Entry]],
+    left: Iterable[Positioned],
+    right: Iterable[Positioned],
     *,
     everything: bool = False,
 ) -> Difference:
@@ -103,7 +102,7 @@ class _Comparison:
         self._compared: dict[RequestId, int] = {}
         self._apart: dict[RequestId, Divergence] = {}
 
-    def together(self, mine: Said, its: Said) -> bool:
+    def together(self, mine: Positioned, its: Positioned) -> bool:
         """Compare entries that need not wait, as nearly all of a repeated run; False where they do."""
         request = mine[1].request
         if request != its[1].request or request == FLEET:
@@ -114,7 +113,7 @@ class _Comparison:
             self._pair(mine, its)
         return True
 
-    def take(self, side: int, said: Said) -> None:
+    def take(self, side: int, said: Positioned) -> None:
         """The next entry of one log."""
         entry = said[1]
         request = entry.request
@@ -133,7 +132,7 @@ class _Comparison:
             del self._waiting[1 - side][request]
         self._pair(*((said, other) if side == LEFT else (other, said)))
 
-    def _pair(self, mine: Said, its: Said) -> None:
+    def _pair(self, mine: Positioned, its: Positioned) -> None:
         request = mine[1].request
         index = self._compared.get(request, 0)
         self._compared[request] = index + 1
@@ -169,7 +168,9 @@ class _Comparison:
         )
 
 
-def _compared(left: Said, right: Said, index: int, ignored: frozenset[str]) -> Divergence | None:
+def _compared(
+    left: Positioned, right: Positioned, index: int, ignored: frozenset[str]
+) -> Divergence | None:
     mine, its = left[1], right[1]
     alike = mine.attempt == its.attempt and mine.event == its.event
     if alike and _speaker(mine) == _speaker(its):

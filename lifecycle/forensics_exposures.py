@@ -102,11 +102,11 @@ class Inquiry:
         if entry.request == FLEET:
             self._fleet(entry)
             return
-        story = self._known(entry.request)
+        story = self.story(entry.request)
         if story is None:
             story = Story(entry.request, self._seen, position=position, time_ns=time_ns)
             self._seen += 1
-            self.stories[entry.request] = story
+        self.stories[entry.request] = story
         if entry.sequence >= story.sequence:
             story.gap = story.gap or entry.sequence > story.sequence
             story.sequence = entry.sequence + 1
@@ -117,23 +117,11 @@ class Inquiry:
             del self.stories[story.request]
             self._shelf.put(story)
 
-    def _known(self, request: RequestId) -> Story | None:
+    def story(self, request: RequestId) -> Story | None:
+        """What is known of this request; None where no entry named it."""
         story = self.stories.get(request)
         if story is None and self._shelf is not None:
             story = self._shelf.find(request)
-            if story is not None:
-                self.stories[request] = story
-        return story
-
-    def knows(self, request: RequestId) -> bool:
-        """Whether an entry named this request."""
-        return self._known(request) is not None
-
-    def story(self, request: RequestId) -> Story:
-        """What is known of this request.  Raises `KeyError` where no entry named it."""
-        story = self._known(request)
-        if story is None:
-            raise KeyError(request)
         return story
 
     def everyone(self) -> Iterator[Story]:
@@ -352,7 +340,8 @@ class Inquiry:
         source = Source.NOBODY if pool.new else Source.BEFORE
         if write is not None:
             source, writer = Source.REQUEST, write[0].request
-            tenant = self._tenant(writer)
+            known = self.story(writer)
+            tenant = "" if known is None else known.tenant
             position, written_ns = write[1], write[2]
         story.reads.append(
             Read(
@@ -370,12 +359,6 @@ class Inquiry:
                 read_ns=read_ns if written_ns <= read_ns else time_ns,
             )
         )
-
-    def _tenant(self, request: RequestId) -> str:
-        story = self.stories.get(request)
-        if story is None and self._shelf is not None:
-            story = self._shelf.find(request)
-        return "" if story is None else story.tenant
 
     def _look_at_doors(self, story: Story, pool: Pool, held: Held) -> None:
         for door in pool.doors:

@@ -18,11 +18,11 @@ from itertools import islice
 import attrs
 
 from lifecycle.events import Admitted, Entry, Leg, Rejected, Released, Reserved
+from lifecycle.forensics_values import Positioned
 from lifecycle.history import History
 from lifecycle.ids import FLEET, GrantId, Party, RequestId, mask_of
 from lifecycle.replay import Finding, Replayer
 
-Positioned = tuple[int, Entry]
 TRIES_MAX = 4_000
 CANDIDATES_MAX = 500_000
 """Of more entries nobody waits for the smaller ones, and they would be in memory all at once."""
@@ -66,19 +66,16 @@ def _circles(entries: Iterable[Positioned], finding: Finding) -> Iterable[list[E
     if near[-1:] != last:
         yield [entry for _, entry in near + last]
     mine = _pages(entry for _, entry in near if entry.request == request)
-    every, holders = {request, FLEET}, dict[GrantId, RequestId]()
+    # Of a grant that is reserved twice the later holder counts: the earlier one may break
+    # something else before.
+    holders: dict[GrantId, RequestId] = {}
     for _, entry in known():
         event = entry.event
-        if not isinstance(event, Reserved):
-            continue
-        holders.pop(event.grant, None)
-        if mask_of(event.pages) & mine.get(event.grant.owner, 0):
-            every.add(entry.request)
-            holders[event.grant] = entry.request
-    # Of a grant that is reserved twice the later one alone comes first: more requests may break
-    # something else before.
-    latest = {request, FLEET, *holders.values()}
-    for wanted in (latest, every, None) if latest != every else (every, None):
+        if isinstance(event, Reserved):
+            holders.pop(event.grant, None)
+            if mask_of(event.pages) & mine.get(event.grant.owner, 0):
+                holders[event.grant] = entry.request
+    for wanted in ({request, FLEET, *holders.values()}, None):
         wider = (entry for _, entry in known() if wanted is None or entry.request in wanted)
         candidates = list(islice(wider, CANDIDATES_MAX + 1))
         if len(candidates) <= CANDIDATES_MAX:

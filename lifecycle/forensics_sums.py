@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from lifecycle.events import Entry
 from lifecycle.forensics_exposures import Inquiry
@@ -73,8 +74,10 @@ def summed(
     responses = []
     requests, answers = 0, 0
     most = None if others is None else others.cleared_most
+    seen = _Seen()
     for story in inquiry.everyone():
         requests += 1
+        seen.take(story)
         answered = story.told is Told.ANSWER
         answers += answered
         if answered or story.reads:
@@ -90,7 +93,7 @@ def summed(
     named_perhaps = {read.writer for r in responses for read in r.reads if read.writer is not None}
     lost = sum(gap.count for gap in missing)
     if others is None:
-        symptoms = (*_lengths(inquiry), *_speeds(inquiry))
+        symptoms = (*seen.lengths(), *seen.speeds(inquiry))
         others = Others(inquiry.entries, inquiry.first_ns, inquiry.last_ns, 0, 0, None, symptoms)
     return Exposures(
         entries=others.entries,
@@ -184,19 +187,6 @@ def _thresholds(
 # --- Symptoms ---------------------------------------------------------------------------------
 
 
-def _lengths(inquiry: Inquiry) -> list[Symptom]:
-    found = [
-        (story.number, length_symptom(story.request, handed=story.prefilled, declared=declared))
-        for story in inquiry.everyone()
-        if lengths_differ(story) and (declared := story.prompt_tokens)
-    ]
-    return [symptom for _, symptom in sorted(found, key=_number)]
-
-
-def _number(found: tuple[int, Symptom]) -> int:
-    return found[0]
-
-
 def lengths_differ(story: Story) -> bool:
     """Whether an answer's legs did not speak of the same prompt."""
     declared, handed = story.prompt_tokens, story.prefilled
@@ -217,33 +207,54 @@ def wait_of(story: Story) -> int:
     return max(0, story.first_token_ns - story.first_ns)
 
 
-def _speeds(inquiry: Inquiry) -> list[Symptom]:
-    """Answers that began too soon for their prompt, compared with the other long prompts."""
-    # Two numbers for each answer are all that is kept of a long log.
-    tokens, waits = array("Q"), array("Q")
-    for story in inquiry.everyone():
+class _Seen:
+    """What is seen from outside, gathered in one look at every story.
+
+    Two numbers for each answer are all that is kept of a long log.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: list[tuple[int, Symptom]] = []
+        self._tokens = array("Q")
+        self._waits = array("Q")
+
+    def take(self, story: Story) -> None:
+        declared, handed = story.prompt_tokens, story.prefilled
+        if lengths_differ(story):
+            symptom = length_symptom(story.request, handed=handed, declared=declared)
+            self._lengths.append((story.number, symptom))
         if wait := wait_of(story):
-            tokens.append(story.prompt_tokens)
-            waits.append(wait)
-    if len(tokens) < SPEED_SAMPLES_MIN:
-        return []
-    middle = sorted(tokens)[len(tokens) // 2]
-    # Tokens a second, whole numbers all the way, so that every reader finds the same.
-    pairs = zip(tokens, waits, strict=True)
-    speeds = sorted(many * 10**9 // wait for many, wait in pairs if many >= middle)
-    usual = max(1, speeds[len(speeds) // 2])
-    if speeds[-1] <= usual * SPEED_FACTOR:
-        return []
-    found = [
-        (
-            story.number,
-            speed_symptom(story.request, tokens=story.prompt_tokens, wait_ns=wait, usual=usual),
-        )
-        for story in inquiry.everyone()
-        if (wait := wait_of(story)) and story.prompt_tokens >= middle
-        if story.prompt_tokens * 10**9 // wait > usual * SPEED_FACTOR
-    ]
-    return [symptom for _, symptom in sorted(found, key=_number)]
+            self._tokens.append(declared)
+            self._waits.append(wait)
+
+    def lengths(self) -> list[Symptom]:
+        """Answers whose legs did not speak of the same prompt."""
+        return _in_order(self._lengths)
+
+    def speeds(self, inquiry: Inquiry) -> list[Symptom]:
+        """Answers that began too soon for their prompt, compared with the other long prompts."""
+        tokens = self._tokens
+        if len(tokens) < SPEED_SAMPLES_MIN:
+            return []
+        middle = sorted(tokens)[len(tokens) // 2]
+        # Tokens a second, whole numbers all the way, so that every reader finds the same.
+        pairs = zip(tokens, self._waits, strict=True)
+        speeds = sorted(many * 10**9 // wait for many, wait in pairs if many >= middle)
+        usual = max(1, speeds[len(speeds) // 2])
+        if speeds[-1] <= usual * SPEED_FACTOR:
+            return []
+        found = []
+        for story in inquiry.everyone():
+            many, wait = story.prompt_tokens, wait_of(story)
+            if wait and many >= middle and many * 10**9 // wait > usual * SPEED_FACTOR:
+                symptom = speed_symptom(story.request, tokens=many, wait_ns=wait, usual=usual)
+                found.append((story.number, symptom))
+        return _in_order(found)
+
+
+def _in_order(found: list[tuple[int, Symptom]]) -> list[Symptom]:
+    """As their requests came."""
+    return [symptom for _, symptom in sorted(found, key=itemgetter(0))]
 
 
 def speed_symptom(request: RequestId, *, tokens: int, wait_ns: int, usual: int) -> Symptom:

@@ -12,8 +12,11 @@ from enum import Enum
 
 import attrs
 
-from lifecycle.events import RejectCode
+from lifecycle.events import Entry, RejectCode
 from lifecycle.ids import EngineId, Party, RequestId
+
+Positioned = tuple[int, Entry]
+"""An entry, and where it stands in the log, from 1."""
 
 
 class Source(Enum):

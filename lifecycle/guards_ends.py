@@ -23,11 +23,6 @@ from lifecycle.ids import count_pages
 from lifecycle.state import HELD, LIVE, QUARANTINED, RELEASED, Grant, Phase, RequestState
 from lifecycle.wording import counted
 
-# Names of the module are found faster, see `lifecycle.state`.
-_ACKNOWLEDGED = Proof.ACKNOWLEDGED
-_CLOSED = Phase.CLOSED
-_ISOLATION = QuarantineCause.ISOLATION
-
 
 def _covered(grant: Grant, prompt_tokens: int) -> str | None:
     """Say what is missing of tokens 0 to n-2 in one destination grant."""
@@ -130,7 +125,7 @@ def drain_by_whom(state: RequestState, entry: Entry, event: Drained) -> str | No
         return None
     if event.party not in grant.reserved.parties:
         return f"{event.party} was never let into {event.grant}"
-    needed = event.party if event.proof is _ACKNOWLEDGED else event.grant.owner
+    needed = event.party if event.proof is Proof.ACKNOWLEDGED else event.grant.owner
     if entry.proposer.party is not needed and entry.proposer.party != needed:
         return f"{event.proof.value} is proved by {needed}, not by {entry.proposer.party}"
     return None
@@ -160,9 +155,9 @@ def release_known(state: RequestState, _entry: Entry, event: Released) -> str | 
         return f"{event.grant} was never granted to this request"
     if grant.settlement is RELEASED:
         return f"{event.grant} is released a second time"
-    if grant.quarantine is _ISOLATION:
+    if grant.quarantine is QuarantineCause.ISOLATION:
         return f"{event.grant} stays out of circulation while its owner lives"
-    if state.phase is _CLOSED and grant.settlement is not QUARANTINED:
+    if state.phase is Phase.CLOSED and grant.settlement is not QUARANTINED:
         return f"{event.grant} is {grant.settlement.value} in a closed request"
     return None
 

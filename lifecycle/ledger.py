@@ -19,8 +19,6 @@ class Account:
 
     `booked` has an item for each live attempt on this rank, also when nothing is left to
     reserve, because such an attempt holds a request slot.
-    `held_pages` is how many pages `held` has: every admission asks every engine for it, and
-    counting walks over the whole pool, so each change of `held` counts what it changed.
     """
 
     capacity: int
@@ -29,7 +27,11 @@ class Account:
     quarantined: int = 0
     booked: tuple[tuple[RequestId, int], ...] = ()
     serial: int = 0
-    held_pages: int = 0
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that grants hold."""
+        return self.held.bit_count()
 
     @property
     def quarantined_pages(self) -> int:
@@ -75,16 +77,8 @@ class Account:
         booked = tuple(
             [(b[0], max(0, b[1] - count)) if b[0] == request else b for b in self.booked]
         )
-        mask = mask_of(pages)
-        return Account(
-            self.capacity,
-            self.slots,
-            self.held | mask,
-            self.quarantined,
-            booked,
-            max(self.serial, serial),
-            self.held_pages + mask.bit_count() - (mask & self.held).bit_count(),
-        )
+        held, highest = self.held | mask_of(pages), max(self.serial, serial)
+        return Account(self.capacity, self.slots, held, self.quarantined, booked, highest)
 
     def free(self, pages: tuple[PageRange, ...]) -> Account:
         """Take pages back, out of a grant or out of quarantine."""
@@ -97,27 +91,11 @@ class Account:
         return self._without(mask, self.quarantined | mask)
 
     def _without(self, mask: int, quarantined: int) -> Account:
-        gone = self.held & mask
-        return Account(
-            self.capacity,
-            self.slots,
-            self.held ^ gone,
-            quarantined,
-            self.booked,
-            self.serial,
-            self.held_pages - gone.bit_count(),
-        )
+        held = self.held ^ (self.held & mask)
+        return Account(self.capacity, self.slots, held, quarantined, self.booked, self.serial)
 
     def _booked(self, booked: tuple[tuple[RequestId, int], ...]) -> Account:
-        return Account(
-            self.capacity,
-            self.slots,
-            self.held,
-            self.quarantined,
-            booked,
-            self.serial,
-            self.held_pages,
-        )
+        return Account(self.capacity, self.slots, self.held, self.quarantined, booked, self.serial)
 
 
 Ledger = dict[Party, Account]

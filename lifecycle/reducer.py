@@ -122,62 +122,49 @@ def reduce(state: RequestState, entry: Entry) -> RequestState | Violation:
     return ALL_GUARDS.reduce(state, entry)
 
 
-def _replace(grants: tuple[Grant, ...], old: Grant, changed: Grant) -> tuple[Grant, ...]:
-    return tuple([changed if g is old else g for g in grants])
-
-
-def _reserve(state: RequestState, _entry: Entry, event: Reserved) -> tuple[Grant, ...]:
-    return (*state.grants, Grant(event, state.attempt))
-
-
-def _write(state: RequestState, entry: Entry, event: Transferred) -> tuple[Grant, ...]:
-    grant = state.grant(event.grant)
-    if grant is None or not isinstance(entry.proposer, ByEngine):
-        return state.grants
+def _written(grant: Grant, entry: Entry, event: Transferred) -> Grant:
+    if not isinstance(entry.proposer, ByEngine):
+        return grant
     written = (*grant.written, Written(entry.proposer.party, event))
-    changed = Grant(grant.reserved, grant.attempt, grant.drained, written, grant.settlement)
-    return _replace(state.grants, grant, changed)
+    return Grant(
+        grant.reserved, grant.attempt, grant.drained, written, grant.settlement, grant.quarantine
+    )
 
 
-def _drain(state: RequestState, _entry: Entry, event: Drained) -> tuple[Grant, ...]:
-    grant = state.grant(event.grant)
-    if grant is None:
-        return state.grants
+def _drained(grant: Grant, _entry: Entry, event: Drained) -> Grant:
     drained = (*grant.drained, event.party)
-    changed = Grant(
+    return Grant(
         grant.reserved, grant.attempt, drained, grant.written, grant.settlement, grant.quarantine
     )
-    return _replace(state.grants, grant, changed)
 
 
-def _release(state: RequestState, _entry: Entry, event: Released) -> tuple[Grant, ...]:
-    grant = state.grant(event.grant)
-    if grant is None:
-        return state.grants
-    changed = Grant(
+def _released(grant: Grant, _entry: Entry, _event: Released) -> Grant:
+    return Grant(
         grant.reserved, grant.attempt, grant.drained, grant.written, RELEASED, grant.quarantine
     )
-    return _replace(state.grants, grant, changed)
 
 
-def _quarantine(state: RequestState, _entry: Entry, event: Quarantined) -> tuple[Grant, ...]:
-    grant = state.grant(event.grant)
-    if grant is None:
-        return state.grants
-    changed = Grant(
+def _quarantined(grant: Grant, _entry: Entry, event: Quarantined) -> Grant:
+    return Grant(
         grant.reserved, grant.attempt, grant.drained, grant.written, QUARANTINED, event.cause
     )
-    return _replace(state.grants, grant, changed)
 
 
-ON_GRANTS: dict[type[Event], Callable[[RequestState, Entry, Any], tuple[Grant, ...]]] = {
-    Reserved: _reserve,
-    Transferred: _write,
-    Drained: _drain,
-    Released: _release,
-    Quarantined: _quarantine,
+ON_GRANT: dict[type[Event], Callable[[Grant, Entry, Any], Grant]] = {
+    Transferred: _written,
+    Drained: _drained,
+    Released: _released,
+    Quarantined: _quarantined,
 }
-"""What each event that names a grant makes of the request's grants."""
+"""What each event that names a grant makes of it; `Reserved` makes one."""
+
+
+def _grants(state: RequestState, entry: Entry, event: Any) -> tuple[Grant, ...]:
+    known = state.grant(event.grant)
+    if known is None:
+        return state.grants
+    changed = ON_GRANT[type(event)](known, entry, event)
+    return tuple([changed if grant is known else grant for grant in state.grants])
 
 
 def fold(state: RequestState, entry: Entry) -> RequestState:
@@ -190,9 +177,10 @@ def fold(state: RequestState, entry: Entry) -> RequestState:
     attempt, grants, outcome = state.attempt, state.grants, state.outcome
     first, admitted, relayed = state.first, state.admitted, state.relayed
     deadline, settle_by = state.deadline_ns, state.settle_by_ns
-    change = ON_GRANTS.get(kind)
-    if change is not None:
-        grants = change(state, entry, event)
+    if kind in ON_GRANT:
+        grants = _grants(state, entry, event)
+    elif isinstance(event, Reserved):
+        grants = (*grants, Grant(event, attempt))
     elif isinstance(event, Admitted):
         attempt, admitted, deadline, settle_by = entry.attempt, event, event.deadline_ns, 0
         first = first or event

@@ -115,20 +115,6 @@ def test_a_mask_has_one_bit_for_each_page(pages: set[int]) -> None:
     assert {bit for bit in range(mask.bit_length()) if mask >> bit & 1} == pages
 
 
-@given(st.lists(st.sets(st.integers(0, CAPACITY - 1), min_size=1), min_size=1), st.data())
-def test_held_pages_are_counted_also_where_pages_are_granted_twice(
-    grants: list[set[int]], data: st.DataObject
-) -> None:
-    """Whatever is held, given back or quarantined, in whatever order, the count is the mask's."""
-    account = Account(CAPACITY, slots=4).book(ONE, CAPACITY)
-    for serial, pages in enumerate(grants, start=1):
-        account = account.hold(ONE, ranges_of(pages), serial)
-        assert account.held_pages == account.held.bit_count()
-        back = ranges_of(data.draw(st.sampled_from(grants)))
-        account = data.draw(st.sampled_from((account.free, account.quarantine)))(back)
-        assert account.held_pages == account.held.bit_count()
-
-
 def test_an_attempts_pages_come_home() -> None:
     """Booked at Admitted, held at Reserved, unbooked at the end, free at Released."""
     log = Log()

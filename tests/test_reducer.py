@@ -18,12 +18,13 @@ from lifecycle.events import (
     Rejected,
     Released,
     RequestEvent,
+    Reserved,
     Role,
 )
 from lifecycle.guards import EARLY, LATE
 from lifecycle.history import History
 from lifecycle.ids import GrantId, Party
-from lifecycle.reducer import ALL_GUARDS, ON_GRANTS, Reducer, fold, guards_by_event, reduce
+from lifecycle.reducer import ALL_GUARDS, ON_GRANT, Reducer, fold, guards_by_event, reduce
 from lifecycle.state import Phase, RequestState, Settlement, Violation
 from tests import handmade as hand
 from tests.handmade import DECODE, DESTINATION, ONE, PREFILL, SOURCE, Log
@@ -174,9 +175,9 @@ def test_guards_are_asked_in_the_order_of_their_listing() -> None:
 
 
 def test_every_event_about_a_grant_says_what_it_makes_of_it() -> None:
-    """The table of changes has each event that names a grant, but the one that changes nothing."""
+    """The table has each event that names a grant, but those that make one and change nothing."""
     naming = {kind for kind in REQUEST_EVENTS if hasattr(kind, "grant")}
-    assert set(ON_GRANTS) == naming - {Dropped}
+    assert set(ON_GRANT) == naming - {Dropped, Reserved}
 
 
 def test_a_grant_is_found_by_its_name_whichever_object_says_it() -> None:

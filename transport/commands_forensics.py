@@ -210,11 +210,13 @@ def timeline(
         raise UsageError(f"--limit {limit}: at least one entry must be drawn")
     from transport import timeline as pages
     from transport import timeline_story
+    from transport.explain import NotInLog
 
     with opened(log) as capture, Reading(capture, shown=not json) as reading:
-        drawn = timeline_story.read(capture, title=log.name, wanted=request, most=limit)
-        for name, near in drawn.unknown:
-            raise UnknownRequest(name, near)
+        try:
+            drawn = timeline_story.read(capture, title=log.name, wanted=request, most=limit)
+        except NotInLog as error:
+            raise UnknownRequest(error.request, error.near) from error
         reading.say("drawing")
         html = pages.page(drawn.document)
         output.write_text(html, encoding="utf-8")

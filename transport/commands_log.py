@@ -107,8 +107,7 @@ def _list_of(log: Path, phase: PhaseName | None, limit: int | None, *, json: boo
         for line in () if capture.whole else missing_lines(capture):
             note(line)
         # A beginning that was dropped on purpose is told, and is no damage.
-        damaged = capture.problems or capture.unknown or len(capture.gaps()) > 1
-        dropped = capture.snapshot is not None and not damaged
+        dropped = capture.snapshot is not None and not capture.damaged
         return EXIT_OK if capture.whole or dropped else EXIT_UNREADABLE
 
 
@@ -272,8 +271,8 @@ def export(
     log
         Read this log folder or file instead of asking a scheduler.
     form
-        jsonl for JSON Lines, or parquet, which needs the extra of that name; Parquet needs --output, and takes in
-        foreign logs and logs with missing parts as what they are.
+        jsonl for JSON Lines, or parquet, which needs the extra of that name; Parquet needs --output,
+        and takes in foreign logs and logs with missing parts as what they are.
     json
         Say as JSON what was written as Parquet; JSON Lines are JSON in any case.
     """

@@ -116,19 +116,18 @@ def _world(here: Begun, at: int, *, json: bool) -> int:
     with Reading(capture, shown=not json):
         for _ in taken(capture, replayer, at=at):
             pass
-    broken = capture.problems or capture.unknown or len(capture.gaps()) > bool(capture.snapshot)
     if json:
         document = replay_text.world_object(replayer)
-        document |= {"complete": not broken, **_part_object(here, at)}
+        document |= {"complete": not capture.damaged, **_part_object(here, at)}
         say_json(document)
     else:
         for line in replay_text.world_lines(replayer):
             say(line)
         for line in _part_lines(here, at):
             say(line)
-        for line in replay_text.missing_lines(capture) if broken else ():
+        for line in replay_text.missing_lines(capture) if capture.damaged else ():
             say(line)
-    return EXIT_UNREADABLE if broken else EXIT_OK
+    return EXIT_UNREADABLE if capture.damaged else EXIT_OK
 
 
 def _part_lines(here: Begun, stop: int | None) -> Iterator[str]:

@@ -140,8 +140,7 @@ def sign(log: Path, /, *, key: Path, output: Path | None = None, json: Json = Fa
         with Reading(capture, shown=not json):
             for _ in capture:
                 pass
-        dropped = 0 if capture.snapshot is None else 1
-        if capture.problems or capture.unknown or len(capture.missing) > dropped:
+        if capture.damaged:
             note(
                 f"custody: {log}: is not intact, `custody log verify` says where; nothing is signed"
             )

@@ -33,7 +33,7 @@ from lifecycle.events import (
 )
 from lifecycle.forensics_exposures import Inquiry
 from lifecycle.forensics_values import Response, Source, Told
-from lifecycle.ids import FLEET, GrantId, PageRange, RequestId, TokenRange, count_pages
+from lifecycle.ids import GrantId, PageRange, RequestId, TokenRange, count_pages
 from lifecycle.replay import Replayer
 from lifecycle.rules import RULES
 from lifecycle.wording import counted
@@ -93,11 +93,11 @@ def explain(request: RequestId, capture: Capture) -> Explanation:
     replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot, aside=DiskAside())
     own = [one for one in inquired(capture, inquiry, replayer) if one[1].request == request]
     # The fleet's entries bear an id, too, and are nobody's story.
-    if request == FLEET or not own:
+    story = inquiry.story(request)
+    if story is None:
         raise NotInLog(near(request, inquiry.names()), request=request)
     found = found_in(capture, inquiry)
     response = next((r for r in found.responses if r.request == request), None)
-    story = inquiry.story(request)
     verdict = [*_coverage(own), *_reads(response)]
     finding = replayer.findings.get(request)
     rule = ""

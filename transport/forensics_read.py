@@ -87,6 +87,12 @@ class Capture:
         """Whether nothing is missing, by everything that the log says."""
         return self.claims_whole and not self.missing and not self.unknown
 
+    @property
+    def damaged(self) -> bool:
+        """Whether more is wrong than a beginning that was dropped on purpose, behind a snapshot."""
+        lacking = len(self.gaps()) > (self.snapshot is not None)
+        return bool(self.problems or self.unknown or lacking)
+
     def gaps(self) -> list[Missing]:
         """Missing positions, and those of records that say nothing, once everything was read."""
         gaps = self.missing + [Missing(p, p, o.reason) for o in self.unknown if (p := o.position)]

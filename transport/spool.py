@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from typing import IO, Protocol
 from weakref import finalize
 
-from lifecycle.events import Entry
+from lifecycle.forensics_values import Positioned
 from transport.aside import NotPutAside, packed
 
 HELD_MAX = 65_536
 """Entries that stay in memory, about a kilobyte each."""
 BATCH = 256
-
-Positioned = tuple[int, Entry]
 
 
 class Entries(Protocol):

@@ -27,11 +27,11 @@ from lifecycle.events import (
     Reserved,
     Transferred,
 )
-from lifecycle.forensics_values import Exposures, Read, Told
+from lifecycle.forensics_values import Exposures, Positioned, Read, Told
 from lifecycle.ids import FLEET, GrantId, RequestId, count_pages
 from lifecycle.replay import Report
 from transport.render import sentence
-from transport.spool import Entries, Positioned
+from transport.spool import Entries
 
 EVENTS_MAX = 10_000
 TEXT_MAX = 160

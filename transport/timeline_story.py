@@ -12,16 +12,16 @@ from typing import Any
 import attrs
 
 from lifecycle.forensics_exposures import Inquiry
-from lifecycle.forensics_values import Exposures
+from lifecycle.forensics_values import Exposures, Positioned
 from lifecycle.ids import RequestId
 from lifecycle.replay import Replayer, Report
 from lifecycle.wording import counted
 from transport.aside import DiskAside
-from transport.explain import near
+from transport.explain import NotInLog, near
 from transport.forensics_read import Capture
 from transport.forensics_text import exposure_lines
 from transport.replaying import found_in, inquired
-from transport.spool import Positioned, Spool
+from transport.spool import Spool
 from transport.timeline_model import EVENTS_MAX, Model, choose
 
 SUMMARY_LINES = 12
@@ -29,28 +29,27 @@ SUMMARY_LINES = 12
 
 @attrs.frozen
 class Drawn:
-    """A timeline's content, and the entries in it.
-
-    `unknown` are wanted requests that no entry names, each with ids that look like it.
-    """
+    """A timeline's content, and the entries in it."""
 
     document: dict[str, Any]
     shown: list[Positioned]
     found: Exposures
     report: Report
-    unknown: tuple[tuple[str, list[str]], ...]
     total: int
 
 
 def read(
     capture: Capture, *, title: str, wanted: Sequence[str] = (), most: int = EVENTS_MAX
 ) -> Drawn:
-    """Read and judge the whole log, and choose what is drawn."""
+    """Read and judge the whole log, and choose what is drawn.  Raises `NotInLog`."""
     inquiry = Inquiry(from_the_beginning=capture.claims_whole, shelf=DiskAside())
     replayer = Replayer(foreign=capture.foreign, snapshot=capture.snapshot, aside=DiskAside())
     entries = Spool()
     for one in inquired(capture, inquiry, replayer):
         entries.append(one)
+    for name in wanted:
+        if inquiry.story(RequestId(name)) is None:
+            raise NotInLog(near(name, inquiry.names()), request=name)
     found = found_in(capture, inquiry)
     report = replayer.report(whole=capture.whole)
     shown = choose(entries, found, report, wanted=wanted, most=most)
@@ -60,7 +59,4 @@ def read(
     ]
     model = Model(shown, found, report)
     document = model.document(title=f"Timeline of {title}", summary=summary, total=len(entries))
-    unknown = tuple(
-        (name, near(name, inquiry.names())) for name in wanted if not inquiry.knows(RequestId(name))
-    )
-    return Drawn(document, shown, found, report, unknown, len(entries))
+    return Drawn(document, shown, found, report, len(entries))
