@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import logging
 import re
@@ -106,6 +107,26 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         structlog.get_logger().exception("it_failed")
     line = json.loads(capsys.readouterr().err)
     assert "what went wrong" in line["exception"]
+
+
+def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of another process comes between a line and its end, buffered or not."""
+    writes: list[str] = []
+
+    class Unbuffered(io.StringIO):
+        def write(self, text: str, /) -> int:
+            writes.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Unbuffered())
+    logging_setup.configure_logging()
+    structlog.get_logger().info("something_happened")
+    logging.getLogger("some.library").warning("it is late")
+    assert [json.loads(text)["event"] for text in writes] == [
+        "something_happened",
+        "library_message",
+    ]
+    assert all(text.endswith("}\n") for text in writes)
 
 
 def test_libraries_speak_in_the_same_form(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,8 @@ def configure_structlog() -> None:
     structlog.configure(
         processors=[*_shared(), _last()],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _ERRORS)),
+        # Parts of a deployment share standard error, so a line and its end are written at once.
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _ERRORS)),
     )
 
 
