@@ -9,7 +9,7 @@ Whatever cannot be taken back carries the position that must be durable first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engine.effects import (
     Payload,
@@ -74,10 +74,14 @@ class Scheduler(Judge):
         stored: Iterable[tuple[int, Entry]],
         now_ns: int,
         snapshot: Snapshot | None = None,
+        *,
+        last_of: Callable[[RequestId], int | None] | None = None,
     ) -> list[SchedulerEffect]:
         """Take in a store's log, begin this epoch, and abort what nobody waits for any more.
 
-        `snapshot` stands for what was before the log's first entry.
+        `snapshot` stands for what was before the log's first entry.  `last_of` tells where a
+        request's last entry stands: behind it what is over is forgotten, so that a long log takes
+        no more memory than a short one.
         """
         if snapshot is not None:
             self.log = restore(snapshot)
@@ -90,6 +94,8 @@ class Scheduler(Judge):
                 raise SequencerError(violation)
             self._remember(position, entry)
             self.position = position
+            if last_of is not None and position == last_of(entry.request):
+                self._forget(entry.request)
         self._at(max(now_ns, self.log.time_ns))
         self._append(FLEET, 0, Resumed(self.epoch, self.position))
         self._carry_out(Restart())

@@ -228,24 +228,29 @@ class Sequencer:
         self.queue.push_again(Pending(wanted, payload, deadline_ns, self.now_ns))
 
     def _evict(self, request: RequestId) -> None:
-        """Forget a closed request once every engine has heard of its end."""
+        """Forget a request that is over, and tell who relays for it."""
+        if self._forget(request):
+            self.effects.append(TellClosed(request))
+
+    def _forget(self, request: RequestId) -> bool:
+        """Forget a closed request once every engine has heard of its end; says whether it did."""
         state = self.log.requests.get(request)
         if state is None or state.phase not in TERMINAL:
-            return
+            return False
         if any(self._may_change(grant) for grant in state.grants):
-            return
+            return False
         last = self.entries[request][-1][0]
         for party in self._parties(request):
             life = self.log.fleet.life(party.engine, party.incarnation)
             alive = life is not None and life.lost is None
             if alive and self.lines[party].acknowledged < last:
-                return
+                return False
         del self.log.requests[request]
         del self.entries[request]
         self.audiences.pop(request, None)
         for key in [k for k in self.drops if k[1] == request]:
             del self.drops[key]
-        self.effects.append(TellClosed(request))
+        return True
 
     def _may_change(self, grant: Grant) -> bool:
         """Whether somebody who lives may still say something of a quarantined grant."""

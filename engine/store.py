@@ -184,6 +184,10 @@ class EventStore(Protocol):
         """Every entry of the request in order; empty when the log knows none."""
         ...
 
+    def last_of(self, request: RequestId) -> int:
+        """The position of the request's last entry, 0 when the log knows none."""
+        ...
+
     def tail(self, position: int) -> Iterator[Stored]:
         """Entries from this position to the last of the moment of the call; it does not wait.
 

@@ -245,7 +245,8 @@ class World(Writes):
             elif self.logged_outcome(request) != client.told:
                 raise Found("answer-before-durable", f"{request} was told what the log forgot")
         self.scheduler = self._new_scheduler()
-        self.perform(self.scheduler.resume(tuple(self.stored), self.now))
+        lasts = {entry.request: position for position, entry in self.stored}
+        self.perform(self.scheduler.resume(self.stored, self.now, last_of=lasts.get))
 
     def _do_restart(self, engine: EngineId) -> None:
         self.new_life(engine)

@@ -216,7 +216,8 @@ class Driver:
         for key in [key for key in self.channels if key[0] in {"in", "out"}]:
             del self.channels[key]
         self.scheduler = self._scheduler(epoch=self.scheduler.epoch + 1)
-        self.perform(self.scheduler.resume(self.log, self.now_ns))
+        lasts = {entry.request: position for position, entry in self.log}
+        self.perform(self.scheduler.resume(tuple(self.log), self.now_ns, last_of=lasts.get))
         for party in self.cores:
             self.perform(self.scheduler.attach(self.attached[party], self.now_ns))
             self._connect(party)

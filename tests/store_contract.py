@@ -74,6 +74,7 @@ class StoreContract(abc.ABC):
         assert store.last_position == 4
         assert list(store.read(A)) == numbered(1, entries(A, 0, 2)) + numbered(4, entries(A, 2, 1))
         assert list(store.read(B)) == numbered(3, entries(B, 0, 1))
+        assert (store.last_of(A), store.last_of(B), store.last_of(C)) == (4, 3, 0)
 
     def test_tail_gives_the_log_in_order_from_any_position(self, store: EventStore) -> None:
         """From each position on, tail is the rest of the log; after the last it is empty."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
 import grpc
 import pytest
 
-from engine.effects import Append
+from engine.effects import Append, TellClosed
 from engine.scheduler import Scheduler
 from lifecycle.decide import Limits
-from lifecycle.events import Aborted, Admitted, Cause, Finished, LostCause, Resumed
+from lifecycle.events import Aborted, Admitted, Cause, Entry, Finished, LostCause, Resumed
 from lifecycle.ids import FLEET, RequestId
 from lifecycle.replay import replay
 from lifecycle.state import OPEN, Phase
@@ -59,8 +60,8 @@ def test_a_log_cut_behind_any_event_begins_another_life(tmp_path: Path) -> None:
         assert store.last_position == count
         epoch = store.take_epoch()
         core = Scheduler(limits=Limits(context_tokens=64), epoch=epoch, digest=DIGEST)
-        stored = [(s.position, s.entry) for s in store.tail(1)]
-        effects = core.resume(stored, log[-1][1].time_ns)
+        stored = ((s.position, s.entry) for s in store.tail(1))
+        effects = core.resume(stored, log[-1][1].time_ns, last_of=store.last_of)
         assert not [s for s in core.log.requests.values() if s.phase in OPEN]
         for life in core.log.fleet.alive():
             attached = life.attached
@@ -80,6 +81,34 @@ def test_a_log_cut_behind_any_event_begins_another_life(tmp_path: Path) -> None:
         store.close()
         shutil.rmtree(folder)
     assert aborted > 50
+
+
+def test_a_start_holds_what_is_not_over_and_nothing_else() -> None:
+    """However long the log is; what the new life decides does not hang on what it has forgotten."""
+    driver = eventful()
+    for _ in range(40):
+        driver.submit(7, 3)
+        driver.run()
+    driver.submit(7, 30)
+    log = tuple(driver.log)
+    lasts = {entry.request: position for position, entry in log}
+    held: list[int] = []
+
+    def read(core: Scheduler) -> Iterator[tuple[int, Entry]]:
+        for position, entry in log:
+            yield position, entry
+            held.append(len(core.entries))
+
+    thrifty, lavish = [
+        Scheduler(limits=Limits(context_tokens=64), epoch=9, digest=DIGEST) for _ in range(2)
+    ]
+    decided = thrifty.resume(read(thrifty), log[-1][1].time_ns, last_of=lasts.get)
+    assert max(held) < 12
+    assert len(lasts) > 50
+    same = lavish.resume(log, log[-1][1].time_ns)
+    assert decided == [e for e in same if not isinstance(e, TellClosed) or e in decided]
+    assert thrifty.log.requests == lavish.log.requests
+    assert thrifty.entries == lavish.entries
 
 
 @pytest.mark.parametrize("pages", [8, 24])

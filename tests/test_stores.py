@@ -32,6 +32,7 @@ from transport import codec
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import frames, segment_files
 from transport.stores.disk import Disk
+from transport.stores.frame_reader import KEPT_ENTRIES, FrameReader
 from transport.stores.memory import MemoryStore
 from transport.stores.segments import SegmentStore
 
@@ -69,6 +70,22 @@ class TestManySegments(TestSegments):
 
     def open(self, folder: Path) -> EventStore:
         return SegmentStore(folder, segment_bytes=1)
+
+
+def test_only_so_many_entries_are_kept_at_hand(folder: Path) -> None:
+    """Whether batches are large or small, and whether they were written or read."""
+    reader = FrameReader()
+    reader.segments = [folder]
+    batch = entries(A, 0, KEPT_ENTRIES // 4)
+    for number in range(9):
+        reader.note(1 + number * len(batch), offset=0, size=1)
+        reader.keep_latest(batch)
+        assert reader.in_memory == min(number + 1, 4) * len(batch)
+    assert reader.stored(1 + 8 * len(batch)).entry == batch[0]
+    reader.forget_after(7 * len(batch))
+    assert reader.in_memory == 2 * len(batch)
+    reader.forget_until(1, 0)
+    assert reader.in_memory == 0
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 
 import anyio
@@ -23,7 +23,8 @@ import structlog
 from engine.effects import Append
 from engine.store import Append as StoreAppend
 from engine.store import EventStore, StoreUnavailable
-from lifecycle.snapshot import Snapshot, restore
+from lifecycle.events import Entry
+from lifecycle.snapshot import restore
 from lifecycle.tally import Tally
 from transport.log_index import LogIndex
 
@@ -86,11 +87,20 @@ class Journal:
         self._dirty = anyio.Event()
         self._urgent = anyio.Event()
 
-    def begin_behind(self, snapshot: Snapshot) -> None:
-        """What was before the log's first entry is not counted; what is left of it is listed."""
-        self.tally = Tally(restore(snapshot, judging=False))
-        for position, entry in snapshot.entries:
-            self.index.note(position, entry)
+    def take_in(self) -> Iterator[tuple[int, Entry]]:
+        """The store's entries in order, each counted and listed when it is asked for.
+
+        What was before the log's first entry is not counted; what is left of it is listed.
+        """
+        snapshot = self.store.snapshot
+        if snapshot is not None:
+            self.tally = Tally(restore(snapshot, judging=False))
+            for position, entry in snapshot.entries:
+                self.index.note(position, entry)
+        for one in self.store.tail(self.store.first_position):
+            self.index.note(one.position, one.entry)
+            self.tally.note(one.entry)
+            yield one.position, one.entry
 
     @property
     def full(self) -> bool:

@@ -199,15 +199,10 @@ class SchedulerOwner:
         What the last life left unflushed is made durable before anybody is shown it: engines give
         pages back on a `Released`, and a crash of the machine could otherwise forget that one.
         """
-        self.journal.store.flush()
-        store, snapshot = self.journal.store, self.journal.store.snapshot
-        stored = [(s.position, s.entry) for s in store.tail(store.first_position)]
-        if snapshot is not None:
-            self.journal.begin_behind(snapshot)
-        for position, entry in stored:
-            self.journal.index.note(position, entry)
-            self.journal.tally.note(entry)
-        self.perform(self.core.resume(stored, self.now(), snapshot))
+        store = self.journal.store
+        store.flush()
+        noted = self.journal.take_in()
+        self.perform(self.core.resume(noted, self.now(), store.snapshot, last_of=store.last_of))
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on."""

@@ -15,7 +15,8 @@ from transport import codec
 from transport.stores import frames, sealed, segment_files
 from transport.stores.sequences import FrameIndex
 
-_KEPT_FRAMES = 512
+KEPT_ENTRIES = 8192
+"""A batch may hold one entry or hundreds, so it is they that are counted."""
 _KEPT_BLOCKS = 8
 
 
@@ -66,6 +67,8 @@ class FrameReader:
         self.index = FrameIndex()
         self.segments: list[Path] = []
         self._kept: OrderedDict[int, tuple[Entry, ...]] = OrderedDict()
+        self.in_memory = 0
+        """Entries that are kept at hand."""
         self._sealed = SealedReader()
         self._dropped = 0
 
@@ -73,6 +76,7 @@ class FrameReader:
         """Forget so many oldest segments, which end there."""
         self.index.forget_until(position)
         self._kept.clear()
+        self.in_memory = 0
         del self.segments[:segments]
         self._dropped += segments
 
@@ -89,7 +93,7 @@ class FrameReader:
         """Take back every frame that begins later; where the last segment's frames end then."""
         self.index.forget_after(position)
         for index in [i for i in self._kept if i >= len(self.index)]:
-            del self._kept[index]
+            self.in_memory -= len(self._kept.pop(index))
         if len(self.index):
             number, offset, size = self.index.place(len(self.index) - 1)
             if number == self._dropped + len(self.segments) - 1:
@@ -120,8 +124,10 @@ class FrameReader:
 
     def _keep(self, index: int, entries: tuple[Entry, ...]) -> None:
         self._kept[index] = entries
-        if len(self._kept) > _KEPT_FRAMES:
-            self._kept.popitem(last=False)
+        self.in_memory += len(entries)
+        while self.in_memory > KEPT_ENTRIES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self.in_memory -= len(oldest)
 
     def _load(self, index: int) -> tuple[Entry, ...]:
         number, offset, size = self.index.place(index)

@@ -86,6 +86,9 @@ class MemoryStore:
             positions = self._sequences.positions(request)
             return tuple(Stored(p, self._entries[p - 1]) for p in positions)
 
+    def last_of(self, request: RequestId) -> int:
+        return self._sequences.last(request)
+
     def tail(self, position: int) -> Iterator[Stored]:
         last = len(self._entries)
         if not 1 <= position <= last + 1:

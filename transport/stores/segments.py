@@ -307,7 +307,7 @@ class SegmentStore:
         """Let a snapshot stand for so many segments, which end at the border, and remove them."""
 
         def is_last(request: RequestId, position: int) -> bool:
-            return request not in keep and self._sequences.last(request) <= position
+            return request not in keep and self.last_of(request) <= position
 
         entries = self._stored_between(self.first_position, border)
         try:
@@ -368,6 +368,9 @@ class SegmentStore:
     def read(self, request: RequestId) -> tuple[Stored, ...]:
         with self._lock:
             return tuple(self._stored(p) for p in self._sequences.positions(request))
+
+    def last_of(self, request: RequestId) -> int:
+        return self._sequences.last(request)
 
     def tail(self, position: int) -> Iterator[Stored]:
         first, last = self.first_position, self._last
