@@ -27,11 +27,11 @@ from lifecycle.history import History
 from lifecycle.ids import Party, RequestId
 from lifecycle.replay import Report, replay
 from lifecycle.state import TERMINAL
+from tests.log_files import read_log
 from tests.tiny import tiny_llama
 from transport import render
 from transport.child import PROGRAM, Child
 from transport.client import Client
-from transport.jsonlines import read_log
 from transport.pb.admin_pb2 import EngineStatus, GetStatusResponse
 from transport.pb.generation_pb2 import (
     Admission,

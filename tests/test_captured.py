@@ -11,9 +11,9 @@ import pytest
 
 from lifecycle.replay import Replayer
 from tests.captures import FOLDER, judged, state_hash
+from tests.log_files import read_log
 from transport import cli
 from transport.forensics_read import open_capture
-from transport.jsonlines import read_log
 from transport.stores.segment_files import is_sealed, segment_paths
 
 KEPT = [

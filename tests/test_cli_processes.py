@@ -17,10 +17,10 @@ import attrs
 import pytest
 
 from lifecycle.events import Aborted, Cause, Draining, Lost, LostCause
+from tests.log_files import read_log
 from tests.process_harness import judged, tiny_model
 from transport.child import PROGRAM, Child
 from transport.client import Client
-from transport.jsonlines import read_log
 from transport.pb.generation_pb2 import GenerateRequest, Sampling
 
 pytestmark = pytest.mark.process

@@ -11,15 +11,19 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from engine.store import Stored
+from lifecycle.events import Entry
 from property_tests import strategies
 from tests.driver import Driver
+from tests.log_files import read_log
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_exposures import first_answered, short_handoff
 from tests.test_replay import MUTATED
-from transport import cli
-from transport.convert import import_entries
+from tests.test_spool import files_of_at_most
+from transport import cli, codec, lines_file
+from transport.convert import Recorded, import_entries
 from transport.json_schema import line_schema
-from transport.jsonlines import jsonlines, read_log
+from transport.jsonlines import jsonlines
+from transport.pb import lifecycle_pb2 as pb
 from transport.stores.segments import SegmentStore
 
 VALIDATOR = Draft202012Validator(line_schema())
@@ -117,6 +121,80 @@ def test_a_log_with_gaps_is_not_imported(
     path = write_log(tmp_path / "x", [*entries[:3], *entries[4:]])
     assert cli.run(["log", "import", str(path), "--output", str(tmp_path / "log")]) == 5
     assert "position 5 where 4 is next" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["x"]
+
+
+def newer(folder: Path) -> tuple[Path, pb.Entry]:
+    """A folder of segments in whose middle a later version wrote, and the entry that it wrote."""
+    entries: list[tuple[int, Recorded]] = [*first_answered().entries]
+    at, entry = entries[6]
+    assert isinstance(entry, Entry)
+    message = codec.encode_entry(entry)
+    message.event.Clear()
+    message.event.MergeFromString(b"\x9a\x06\x00")
+    entries[6] = at, message
+    import_entries(entries, folder)
+    return folder, message
+
+
+def test_an_event_of_a_later_version_goes_through_every_form(tmp_path: Path) -> None:
+    """Segments, JSON Lines and segments again: nothing is dropped, byte for byte; exit code 5."""
+    folder, _ = newer(tmp_path / "log")
+    exported, again = tmp_path / "x.jsonl", tmp_path / "again"
+    assert cli.run(["log", "export", "--log", str(folder), "--output", str(exported)]) == 5
+    header, *body = [json.loads(line) for line in exported.read_text().splitlines()]
+    assert (header["entries"], header["complete"]) == (len(first_answered().entries), True)
+    assert [line["position"] for line in body] == [*range(1, len(body) + 1)]
+    for line in body:
+        VALIDATOR.validate(line)
+    assert cli.run(["log", "import", str(exported), "--output", str(again)]) == 5
+    (one,), (two,) = folder.iterdir(), again.iterdir()
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_bytes_that_say_something_else_are_not_believed(tmp_path: Path) -> None:
+    """What people read beside the bytes of an unknown event is what the bytes say, or they go."""
+    folder, message = newer(tmp_path / "log")
+    exported = tmp_path / "x.jsonl"
+    cli.run(["log", "export", "--log", str(folder), "--output", str(exported)])
+    message.attempt += 1
+    forged = message.SerializeToString().hex()
+    message.attempt -= 1
+    text = exported.read_text()
+    changed = text.replace(message.SerializeToString().hex(), forged)
+    assert changed != text
+    exported.write_text(changed)
+    assert cli.run(["log", "import", str(exported), "--output", str(tmp_path / "again")]) == 5
+    assert not (tmp_path / "again").exists()
+
+
+def test_an_export_goes_as_far_as_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is missing is named, the header says so, and what is there is written: exit code 5."""
+    entries = first_answered().entries
+    path = write_log(tmp_path / "x", [*entries[:3], *entries[4:]])
+    assert cli.run(["log", "export", "--log", str(path)]) == 5
+    said = capsys.readouterr()
+    assert said.err == "missing: positions 4 to 4: not in the log\n"
+    header, *body = [json.loads(line) for line in said.out.splitlines()]
+    assert (header["complete"], header["entries"]) == (False, len(entries) - 1)
+    assert [line["position"] for line in body] == [n for n, _ in entries if n != 4]
+
+
+def test_an_export_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that is full ends it with a sentence; the earlier export stays, and no part of a new."""
+    source = write_log(tmp_path / "x", first_answered().entries)
+    output = tmp_path / "out" / "y"
+    output.parent.mkdir()
+    output.write_text("the last one")
+    monkeypatch.setattr(lines_file, "entry_line", lambda _one: "x" * 100_000)
+    with files_of_at_most(1 << 16):
+        assert cli.run(["log", "export", "--log", str(source), "--output", str(output)]) == 1
+    assert "TMPDIR" in capsys.readouterr().err
+    assert [one.read_text() for one in output.parent.iterdir()] == ["the last one"]
 
 
 def test_a_foreign_log_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -252,35 +253,38 @@ METADATA = (
 FIRST_OF_LONG = "00000001-000000000001"
 
 # What is done to a log, and the exit code of each verb in this order.
-VERBS = ("replay", "exposures", "explain", "verify", "timeline", "slice", "bundle", "diff")
+VERBS = (
+    *("replay", "exposures", "explain", "verify", "timeline", "slice", "bundle", "diff"),
+    *("export", "show", "import", "index", "metrics"),
+)
 TABLE: dict[Maker, tuple[int, ...]] = {
-    empty: (5, 5, 5, 5, 5, 5, 5, 5),
-    empty_folder: (5, 5, 5, 5, 5, 5, 5, 5),
-    no_log: (5, 5, 5, 5, 5, 5, 5, 5),
-    absent: (5, 5, 5, 5, 5, 5, 5, 5),
-    cut_line: (5, 5, 5, 5, 5, 5, 5, 1),
-    cut_segment: (5, 5, 5, 1, 5, 5, 5, 1),
-    flipped_segment: (5, 1, 5, 1, 5, 5, 5, 1),
-    out_of_order: (5, 1, 5, 1, 5, 5, 5, 1),
-    repeated: (1, 0, 0, 1, 0, 0, 0, 1),
-    two_clusters: (1, 0, 0, 1, 0, 0, 0, 1),
-    clock_back: (1, 0, 0, 1, 0, 0, 0, 0),
-    newer_event: (5, 1, 5, 5, 5, 5, 5, 1),
-    wrong_field: (5, 5, 5, 5, 5, 5, 5, 1),
-    huge_numbers: (5, 1, 5, 5, 5, 5, 5, 1),
-    fleets_of_a_request: (1, 0, 0, 0, 0, 0, 0, 1),
-    deep: (5, 5, 5, 5, 5, 5, 5, 5),
-    longest_names: (0, 0, 1, 0, 0, 0, 0, 1),
-    only_fleet: (0, 0, 1, 0, 0, 0, 0, 1),
-    empty_table: (5, 5, 5, 5, 5, 5, 5, 5),
-    cut_table: (5, 5, 5, 5, 5, 5, 5, 5),
-    flipped_table: (5, 5, 5, 5, 5, 5, 5, 5),
-    other_table: (5, 5, 5, 5, 5, 5, 5, 5),
-    without_columns: (5, 5, 5, 5, 5, 5, 5, 5),
-    newer_table: (5, 5, 5, 5, 5, 5, 5, 5),
-    without_account: (5, 5, 5, 5, 5, 5, 5, 5),
-    table_with_a_gap: (5, 1, 5, 5, 5, 5, 5, 1),
-    newer_event_in_a_table: (5, 1, 5, 5, 5, 5, 5, 1),
+    empty: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    empty_folder: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    no_log: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    absent: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    cut_line: (5, 5, 5, 5, 5, 5, 5, 1, 5, 5, 5, 2, 5),
+    cut_segment: (5, 5, 5, 1, 5, 5, 5, 1, 5, 5, 5, 5, 5),
+    flipped_segment: (5, 1, 5, 1, 5, 5, 5, 1, 5, 5, 5, 5, 5),
+    out_of_order: (5, 1, 5, 1, 5, 5, 5, 1, 5, 5, 5, 2, 5),
+    repeated: (1, 0, 0, 1, 0, 0, 0, 1, 0, 0, 5, 2, 1),
+    two_clusters: (1, 0, 0, 1, 0, 0, 0, 1, 0, 0, 5, 2, 1),
+    clock_back: (1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 2, 1),
+    newer_event: (5, 1, 5, 5, 5, 5, 5, 1, 5, 5, 5, 2, 5),
+    wrong_field: (5, 5, 5, 5, 5, 5, 5, 1, 5, 5, 5, 2, 5),
+    huge_numbers: (5, 1, 5, 5, 5, 5, 5, 1, 5, 5, 2, 2, 5),
+    fleets_of_a_request: (1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 2, 2, 1),
+    deep: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 2, 5),
+    longest_names: (0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 2, 0),
+    only_fleet: (0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 2, 0),
+    empty_table: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    cut_table: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    flipped_table: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    other_table: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    without_columns: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    newer_table: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5),
+    without_account: (5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 2, 5),
+    table_with_a_gap: (5, 1, 5, 5, 5, 5, 5, 1, 5, 5, 5, 2, 5),
+    newer_event_in_a_table: (5, 1, 5, 5, 5, 5, 5, 1, 5, 5, 5, 2, 5),
 }
 """Each bad log, and the exit code of each verb."""
 SILENT = {
@@ -301,6 +305,11 @@ def tokens(verb: str, log: Path, folder: Path) -> list[str]:
         "slice": ["slice", str(log), "--output", str(folder / "slices")],
         "bundle": ["bundle", str(log), "--output", str(folder / "b.zip")],
         "diff": ["diff", str(log), str(good)],
+        "export": ["log", "export", "--log", str(log), "--output", str(folder / "e.jsonl")],
+        "show": ["log", "show", ONE, "--log", str(log)],
+        "import": ["log", "import", str(log), "--output", str(folder / "imported")],
+        "index": ["log", "index", str(log), "--output", str(folder / "i.index")],
+        "metrics": ["metrics", str(log)],
     }[verb]
 
 
@@ -345,6 +354,7 @@ def test_every_verb_on_a_log_that_is_longer_than_what_it_may_hold(
         monkeypatch.setattr(spool, "HELD_MAX", held)
         monkeypatch.setattr(aside, "LATEST", latest)
         said = tokens(verb, long / "log", long)
+        shutil.rmtree(long / "imported", ignore_errors=True)
         if verb == "explain":
             said[1] = FIRST_OF_LONG
         if verb == "bundle":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,21 @@ from lifecycle.events import (
 )
 from lifecycle.ids import EngineId, GrantId, PageRange, Party, TokenRange
 from property_tests import strategies
+from tests.log_files import LogFile, read_capture, read_log
 from tests.store_contract import A, B, entries
+from transport.forensics_read import open_capture, open_lines
 from transport.json_values import EVENTS_BY_NAME
 from transport.jsonlines import (
-    LogFile,
     UnreadableLog,
     entry_object,
     jsonlines,
-    read_jsonlines,
-    read_log,
     write_jsonlines,
 )
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import frames, segment_files
 from transport.stores.segments import SegmentStore
 
+LATER = tuple(attrs.evolve(entry, time_ns=200) for entry in entries(B, 0, 1))
 GRANT = GrantId(Party(EngineId("d0"), 1, 0), 7)
 RESERVED = Reserved(
     grant=GRANT,
@@ -63,7 +64,7 @@ def stored(*events: Event) -> list[Stored]:
 
 
 def read_text(text: str) -> LogFile:
-    return read_jsonlines(io.BytesIO(text.encode()))
+    return read_capture(open_lines(io.BytesIO(text.encode())))
 
 
 def header(**fields: Any) -> str:
@@ -107,12 +108,11 @@ def test_a_line_explains_itself() -> None:
 
 
 def test_a_file_round_trips(tmp_path: Path) -> None:
-    """A written file is read back as it was, by both readers."""
+    """A written file is read back as it was."""
     path = tmp_path / "log.jsonl"
     with path.open("w") as stream:
         write_jsonlines(stream, stored(RESERVED, Released(GRANT)), complete=True)
     expected = LogFile(tuple(stored(RESERVED, Released(GRANT))), False, True, (), "custody")
-    assert read_jsonlines(path) == expected
     assert read_log(path) == expected
 
 
@@ -165,7 +165,7 @@ def test_foreign_logs_are_marked_and_taken_as_they_are(mark: dict[str, Any]) -> 
     ]
     log = read_text(header(**mark) + "".join(json.dumps(line) + "\n" for line in lines))
     assert log.foreign
-    assert [one.position for one in log.entries] == [1, 2, 1]
+    assert [one.position for one in log.entries] == [1, 4, 1]
     assert [one.entry.sequence for one in log.entries] == [0, 1, 0]
     assert log.entries[0].entry.event == Aborted(Cause.DEADLINE, "them")
     assert log.entries[0].entry.proposer == ByScheduler(1)
@@ -206,9 +206,6 @@ def test_a_native_rejection_has_attempt_zero_when_foreign_leaves_it_out() -> Non
         (header(foreign=1), 1, "foreign"),
         (header(source=1), 1, "source"),
         (header(entries="2"), 1, "entries"),
-        (header() + "nonsense\n", 2, "JSON"),
-        (header() + "\n7\n", 3, "object"),
-        (header() + "[" * 200_000 + "\n", 2, "JSON"),
         ("\N{ROMAN NUMERAL ONE}\n", 1, "JSON"),
     ],
 )
@@ -217,6 +214,19 @@ def test_what_is_no_log_is_refused_with_its_line(text: str, line: int, reason: s
     with pytest.raises(UnreadableLog, match=reason) as caught:
         read_text(text)
     assert caught.value.line == line
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [("nonsense\n", 2, "JSON"), ("\n7\n", 3, "object"), ("[" * 200_000 + "\n", 2, "JSON")],
+    ids=["nonsense", "number", "deep"],
+)
+def test_what_is_no_record_is_named_with_its_line(text: str, line: int, reason: str) -> None:
+    """Behind a header everything is read, and what says nothing is told."""
+    log = read_text(header() + text)
+    (one,) = log.unknown
+    assert (log.entries, one.line) == ((), line)
+    assert reason in one.reason
 
 
 def mutated(path: str, value: Any) -> str:
@@ -263,20 +273,20 @@ def mutated(path: str, value: Any) -> str:
 )
 def test_a_malformed_native_line_is_refused_by_field(path: str, value: Any, reason: str) -> None:
     """A native line is taken as our store would have written it, or not at all."""
-    with pytest.raises(UnreadableLog, match=reason) as caught:
-        read_text(mutated(path, value))
-    assert caught.value.line == 2
+    log = read_text(mutated(path, value))
+    (one,) = log.unknown
+    assert (log.entries, one.line) == ((), 2)
+    assert reason in one.reason
 
 
 @given(st.binary(max_size=200))
 @example(b"\xff\n")
 def test_any_line_has_a_typed_answer(data: bytes) -> None:
-    """Whatever follows a good header is read or refused by the one typed error."""
+    """Whatever follows a good header is an entry, or a record that says why it is none."""
     for mark in (False, True):
-        try:
-            read_jsonlines(io.BytesIO(header(foreign=mark).encode() + data))
-        except UnreadableLog:
-            continue
+        log = read_capture(open_lines(io.BytesIO(header(foreign=mark).encode() + data)))
+        lines = [line for line in data.split(b"\n") if line.strip()]
+        assert len(log.entries) + len(log.unknown) == len(lines)
 
 
 json_values = st.recursive(
@@ -291,11 +301,9 @@ json_values = st.recursive(
     json_values,
 )
 def test_any_value_in_any_place_has_a_typed_answer(name: str, value: Any) -> None:
-    """A native line with any JSON value in any place is read or refused by the typed error."""
-    try:
-        read_text(mutated(name, value))
-    except UnreadableLog:
-        return
+    """A native line with any JSON value in any place is an entry, or says why it is none."""
+    log = read_text(mutated(name, value))
+    assert len(log.entries) + len(log.unknown) == 1
 
 
 # --- Segments ---------------------------------------------------------------------------------
@@ -306,7 +314,7 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "log"
     store = SegmentStore(path, segment_bytes=1)
     store.append(A, 0, entries(A, 0, 2))
-    store.append(B, 0, entries(B, 0, 1))
+    store.append(B, 0, LATER)
     store.close()
     return path
 
@@ -316,7 +324,7 @@ def test_a_folder_of_segments_is_a_log(folder: Path) -> None:
     store = SegmentStore(folder)
     log = read_log(folder)
     store.close()
-    assert [one.entry for one in log.entries] == [*entries(A, 0, 2), *entries(B, 0, 1)]
+    assert [one.entry for one in log.entries] == [*entries(A, 0, 2), *LATER]
     assert (log.foreign, log.complete, log.unknown) == (False, True, ())
 
 
@@ -337,14 +345,19 @@ def test_a_part_of_a_log_is_not_complete(folder: Path) -> None:
     assert not read_log(folder).complete
 
 
-def test_a_damaged_segment_is_unreadable(folder: Path) -> None:
-    """Damage is refused with segment and offset."""
+def test_a_damaged_segment_is_named(folder: Path) -> None:
+    """What is behind the damage is read, and the log is no longer complete."""
     path = segment_files.segment_paths(folder)[0]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UnreadableLog, match=f"{path.name}, byte {frames.FILE_HEADER_BYTES}"):
-        read_log(folder)
+    with ExitStack() as stack:
+        capture = open_capture(folder, stack)
+        log = read_capture(capture)
+    assert ([one.entry for one in log.entries], log.complete) == ([*LATER], False)
+    assert (path.name, frames.FILE_HEADER_BYTES) in [
+        (one.segment, one.offset) for one in capture.problems
+    ]
 
 
 def test_unknown_events_of_segments_are_kept(folder: Path) -> None:
@@ -372,8 +385,6 @@ def test_nothing_there_is_unreadable(tmp_path: Path, name: str) -> None:
     """A missing file and a folder without segments are refused by the same typed error."""
     with pytest.raises(UnreadableLog):
         read_log(tmp_path / name)
-    with pytest.raises(UnreadableLog):
-        read_jsonlines(tmp_path / name)
 
 
 # --- The description --------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import pytest
 from lifecycle.events import Aborted, Cause
 from lifecycle.ids import RequestId
 from lifecycle.replay import replay
+from tests.log_files import read_log
 from tests.serving import Deployment, ask, deployment, details
 from tests.test_services import begin, last, rest, status_of
 from tests.tiny import tiny_llama
-from transport.jsonlines import read_log
 from transport.pb import admin_pb2, generation_pb2
 from transport.stores.disk import Disk
 from transport.stores.segments import SegmentStore

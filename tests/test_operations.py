@@ -23,6 +23,7 @@ from lifecycle.events import (
     Lost,
     LostCause,
 )
+from tests.log_files import read_log
 from tests.process_harness import (
     READY_SECONDS,
     STOP_SECONDS,
@@ -36,7 +37,6 @@ from tests.process_harness import (
 )
 from transport.child import PROGRAM, Child
 from transport.client import Client, Refused
-from transport.jsonlines import read_log
 from transport.pb.admin_pb2 import ENGINE_STATE_ATTACHED
 from transport.pb.admin_pb2 import ENGINE_STATE_LOST as LOST
 

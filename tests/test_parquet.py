@@ -19,6 +19,7 @@ from engine.store import Stored
 from lifecycle.events import Entry
 from property_tests import strategies
 from tests.captures import FOLDER, judged
+from tests.log_files import read_log
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_exposures import first_answered
 from tests.test_forensics_bad_input import TABLE, Maker
@@ -29,7 +30,7 @@ from transport import parquet_schema as schema
 from transport.convert import import_entries
 from transport.forensics_read import Capture, open_capture
 from transport.json_values import EVENTS_BY_NAME
-from transport.jsonlines import UnreadableLog, entry_object, read_log
+from transport.jsonlines import UnreadableLog, entry_object
 from transport.parquet import write_parquet
 from transport.stores.segments import SegmentStore
 

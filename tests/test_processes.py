@@ -33,6 +33,7 @@ from lifecycle.events import (
     Reserved,
     Verified,
 )
+from tests.log_files import read_log
 from tests.process_harness import (
     READY_SECONDS,
     STOP_SECONDS,
@@ -47,7 +48,6 @@ from tests.process_harness import (
 from transport import cli
 from transport.child import PROGRAM, Child
 from transport.client import Client, Refused
-from transport.jsonlines import read_log
 from transport.pb.generation_pb2 import GenerateRequest
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]

@@ -41,14 +41,14 @@ READERS = (
     "log verify {log}",
     "log ls --log {log}",
     "log export --log {log} --format parquet --output {new}",
+    "log export --log {log} --output {new}",
+    "log show {one} --log {log}",
 )
 """Verbs that count a log's entries while they read."""
 
 WAITERS = (
     ("exposures {table}", "adding up"),
     ("bundle verify {archive}", "checking"),
-    ("log show {one} --log {log}", "reading"),
-    ("log export --log {log} --output {new}", "writing"),
 )
 """Verbs that say what they do."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,12 @@ from lifecycle.replay import Replayer
 from lifecycle.snapshot import Snapshot, restore
 from lifecycle.state import Phase
 from tests.driver import DECODE, PREFILL, Driver, Sizes
+from tests.log_files import read_capture, read_log
 from tests.serving import Deployment, ask, deployment
 from tests.tiny import tiny_llama
 from transport import cli, scheduler_shell
-from transport.jsonlines import read_log
+from transport.forensics_read import open_capture
+from transport.jsonlines import UnreadableLog
 from transport.log_index import LogIndex
 from transport.pb import admin_pb2, generation_pb2, log_pb2
 from transport.stores import segment_files
@@ -393,20 +396,16 @@ def test_every_flipped_bit_of_a_snapshot_is_told(tmp_path: Path, driver: Driver)
             newest_snapshot(tmp_path)
 
 
-def test_a_reader_whom_a_drop_overtakes_reads_the_rest(
-    tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files that it has listed are gone when it comes to them: it lists them again."""
+def test_a_reader_whom_a_drop_overtakes_is_told(tmp_path: Path, driver: Driver) -> None:
+    """Files that it has listed are gone when it comes to them; who asks again reads the rest."""
     log = driver.log
     store = filled(tmp_path, log)
-    walk = segment_files.walk_segments
-
-    def overtaken(paths: Sequence[Path], *, whole: bool) -> Iterator[segment_files.Found]:
-        if store.first_position == 1:
-            drop(store, log)
-        return walk(paths, whole=whole)
-
-    monkeypatch.setattr(segment_files, "walk_segments", overtaken)
+    with ExitStack() as stack:
+        capture = open_capture(tmp_path, stack)
+        first = segment_files.segment_paths(tmp_path)[0]
+        drop(store, log)
+        with pytest.raises(UnreadableLog, match=f"{first.name} was removed .* ask again"):
+            read_capture(capture)
     file = read_log(tmp_path)
     assert file.entries == the_rest(log, store.first_position)
     assert file.snapshot == store.snapshot
@@ -507,7 +506,7 @@ async def test_a_scheduler_starts_from_a_snapshot_and_says_what_is_missing(
     arguments = ("log", "export", "--log", str(folder), "--output", str(tmp_path / "export"))
     assert await anyio.to_thread.run_sync(cli.run, arguments) == 0
     said = capsys.readouterr().err
-    assert f"positions 1 to {begins - 1} are not in this export; a snapshot" in said
+    assert f"missing: positions 1 to {begins - 1}: dropped" in said
     assert not read_log(tmp_path / "export").complete
 
 

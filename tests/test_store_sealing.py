@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.store import StoreDamaged, StoreUnavailable
+from tests.log_files import read_capture, read_log
 from tests.store_contract import A, entries, numbered
-from transport.jsonlines import read_log
+from transport.forensics_read import open_capture
 from transport.stores import frames, sealed, segment_files
 from transport.stores.disk import Disk
 from transport.stores.segments import SegmentStore
@@ -87,6 +89,21 @@ def test_a_reader_finds_a_segment_that_was_sealed_meanwhile(store: SegmentStore)
     store.seal()
     found = [f.item for f in segment_files.walk_segments(listed, whole=True)]
     assert len(found) == BATCHES
+    store.close()
+
+
+def test_an_inquiry_finds_a_segment_that_was_sealed_meanwhile(store: SegmentStore) -> None:
+    """Sealing what a folder's reader has listed takes nothing away and puts nothing wrong."""
+    with ExitStack() as stack:
+        capture = open_capture(store.folder, stack)
+        last = segment_files.segment_paths(store.folder)[-1]
+        # The last one that was listed may have got a successor by the time it is read.
+        store.append(A, store.last_position, entries(A, store.last_position, 1))
+        assert store.seal() == BATCHES
+        assert not last.exists()
+        log = read_capture(capture)
+    assert [one.position for one in log.entries] == [*range(1, BATCHES + 1)]
+    assert log.complete
     store.close()
 
 

@@ -7,6 +7,7 @@ Must not know: the forms.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from transport.commands_shared import (
     UsageError,
     connect,
     is_standard,
+    note,
     say,
     say_json,
 )
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
     from transport.jsonlines import UnknownRecord
     from transport.settings import CallSettings
 
-__all__ = ["export_parquet", "import_log", "log_app", "schema"]
+READABLE = ("request", "sequence", "attempt", "time_ns")
+"""What a record of which only the bytes are kept says of itself."""
+
+__all__ = ["export_lines", "export_parquet", "import_log", "log_app", "schema"]
 
 
 @log_app.command
@@ -76,6 +81,7 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
         Print one JSON document.
     """
     from transport.convert import import_entries
+    from transport.partial import partial
     from transport.progress import Reading
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -83,8 +89,8 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
     with opened(file) as capture:
         if capture.foreign:
             raise UsageError(f"{file} is a foreign log; segments would pass it off as our own")
-        with Reading(capture, shown=not json):
-            count, head = import_entries(_recorded(capture), output)
+        with Reading(capture, shown=not json), partial(output) as folder:
+            count, head = import_entries(_recorded(capture), folder)
         if json:
             written = {
                 "output": str(output),
@@ -120,12 +126,41 @@ def _verbatim(passed_over: list[UnknownRecord]) -> Iterator[tuple[int, Recorded]
     while passed_over:
         one = passed_over.pop(0)
         kept = one.record.get("bytes")
-        if one.line or one.position is None or not isinstance(kept, str):
+        if one.position is None or not isinstance(kept, str):
             continue
         try:
-            yield one.position, pb.Entry.FromString(bytes.fromhex(kept))
+            message = pb.Entry.FromString(bytes.fromhex(kept))
         except (ValueError, DecodeError):
             continue
+        # What stands beside the bytes is what people read, so both have to agree.
+        if all(one.record.get(name) == getattr(message, name) for name in READABLE):
+            yield one.position, message
+
+
+def export_lines(
+    output: Path | None, *, scheduler: str, door: CallSettings, log: Path | None, json: bool
+) -> int:
+    """`log export` as JSON Lines: exits 0, or 5 when more is missing than what was dropped."""
+    from transport.lines_file import no_lines
+    from transport.partial import partial
+    from transport.progress import Reading
+    from transport.replay_text import missing_lines
+
+    with _source(log, scheduler, door) as capture, no_lines() as lines:
+        with Reading(capture, shown=not json):
+            lines.read(capture)
+        if output is None or is_standard(output):
+            lines.write(capture, sys.stdout)
+        else:
+            with partial(output) as path, path.open("w", encoding="utf-8", newline="") as out:
+                lines.write(capture, out)
+        for line in missing_lines(capture):
+            note(line)
+        if lines.left_out:
+            note(f"left out, for nothing could be read of it: {lines.left_out}")
+        if output is not None and not is_standard(output):
+            note(f"{counted(lines.entries, 'entry')} written to {output}")
+        return EXIT_OK if capture.intact else EXIT_UNREADABLE
 
 
 def export_parquet(

@@ -6,16 +6,15 @@ Must not know: how entries are judged or worded.
 
 from __future__ import annotations
 
-import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from lifecycle.wording import counted
 from transport.commands_shared import (
     CALL,
     DEFAULT_SCHEDULER,
@@ -27,19 +26,17 @@ from transport.commands_shared import (
     Switch,
     UsageError,
     connect,
-    is_standard,
     note,
     say,
     say_json,
     say_message,
     say_table,
 )
-from transport.progress import Reading, Waiting, on_terminal
+from transport.progress import Reading
 
 if TYPE_CHECKING:
     from engine.store import Stored
     from transport.pb.log_pb2 import RequestSummary
-    from transport.settings import CallSettings
 
 log_app = App(name="log", help="Look at an event log, check it, and write it in another form.")
 
@@ -106,14 +103,7 @@ def _list_of(log: Path, phase: PhaseName | None, limit: int | None, *, json: boo
         _print_requests(iter(found), limit, json=json)
         for line in () if capture.whole else missing_lines(capture):
             note(line)
-        # A beginning that was dropped on purpose is told, and is no damage.
-        dropped = capture.snapshot is not None and not capture.damaged
-        return EXIT_OK if capture.whole or dropped else EXIT_UNREADABLE
-
-
-def _reading(log: Path, *, json: bool) -> Waiting:
-    """Shown while a whole log is read at once."""
-    return Waiting(f"reading {log}", shown=on_terminal() and not json)
+        return EXIT_OK if capture.intact else EXIT_UNREADABLE
 
 
 def _print_requests(requests: Iterator[RequestSummary], limit: int | None, *, json: bool) -> None:
@@ -202,33 +192,53 @@ def show(
     json
         Print JSON Lines, one entry a line.
     """
-    from transport import jsonlines, render
+    if log is not None:
+        found = None if whole else _by_index(request, log)
+        if found is None:
+            return _show_of(log, request, json=json)
+        _print_entries(request, found, json=json)
+        return EXIT_OK
+    with connect(scheduler, door) as client:
+        _print_entries(request, client.request_log(request), json=json)
+    return EXIT_OK
 
-    with _reading(log, json=json) if log is not None else nullcontext():
-        entries = _of_request(request, scheduler=scheduler, door=door, log=log, whole=whole)
+
+def _show_of(log: Path, request: str, *, json: bool) -> int:
+    """The request's entries in a log, and on standard error what is missing from it."""
+    from engine.store import Stored
+    from transport.commands_forensics import opened
+    from transport.explain import CANDIDATES_MAX
+    from transport.replay_text import missing_lines
+
+    with opened(log) as capture:
+        others: deque[str] = deque(maxlen=CANDIDATES_MAX)
+        found = [Stored(*one) for one in capture.opening() if one[1].request == request]
+        with Reading(capture, shown=not json):
+            for position, entry in capture:
+                if entry.request == request:
+                    found.append(Stored(position, entry))
+                elif entry.sequence == 0:
+                    others.append(entry.request)
+        for line in () if capture.whole else missing_lines(capture):
+            note(line)
+        _print_entries(request, found, others, json=json)
+        return EXIT_OK if capture.intact else EXIT_UNREADABLE
+
+
+def _print_entries(
+    request: str, entries: Sequence[Stored], others: Sequence[str] = (), *, json: bool
+) -> None:
+    """Raises `UnknownRequest`, which names those of the others that look like it."""
+    from transport import jsonlines, render
+    from transport.explain import near
+
+    if not entries:
+        raise UnknownRequest(request, near(request, others))
     if json:
         for one in entries:
             say_json(jsonlines.entry_object(one))
     else:
         say_table(render.log_table(entries))
-    return EXIT_OK
-
-
-def _of_request(
-    request: str, *, scheduler: str, door: CallSettings, log: Path | None, whole: bool
-) -> tuple[Stored, ...]:
-    if log is None:
-        with connect(scheduler, door) as client:
-            entries = client.request_log(request)
-    elif not whole and (found := _by_index(request, log)) is not None:
-        entries = found
-    else:
-        from transport.jsonlines import read_log
-
-        entries = tuple(one for one in read_log(log).entries if one.entry.request == request)
-    if not entries:
-        raise UnknownRequest(request)
-    return entries
 
 
 def _by_index(request: str, log: Path) -> tuple[Stored, ...] | None:
@@ -262,6 +272,8 @@ def export(
 ) -> int:
     """Write the whole log as JSON Lines, version 1, or as Parquet.
 
+    Foreign logs and logs with missing parts are written as what they are.
+
     Parameters
     ----------
     output
@@ -271,46 +283,11 @@ def export(
     log
         Read this log folder or file instead of asking a scheduler.
     form
-        jsonl for JSON Lines, or parquet, which needs the extra of that name; Parquet needs --output,
-        and takes in foreign logs and logs with missing parts as what they are.
+        jsonl for JSON Lines, or parquet, which needs the extra of that name and --output.
     json
         Say as JSON what was written as Parquet; JSON Lines are JSON in any case.
     """
-    if form == "parquet":
-        from transport.commands_convert import export_parquet
+    from transport.commands_convert import export_lines, export_parquet
 
-        return export_parquet(output, scheduler=scheduler, door=door, log=log, json=json)
-    from transport.jsonlines import write_jsonlines
-
-    with _reading(log, json=json) if log is not None else nullcontext():
-        entries, complete = _whole(scheduler=scheduler, door=door, log=log)
-    if entries and entries[0].position > 1:
-        missing = f"positions 1 to {entries[0].position - 1} are not in this export"
-        note(f"{missing}; a snapshot that stands for them stays in the log's folder")
-    if output is None or is_standard(output):
-        write_jsonlines(sys.stdout, entries, complete=complete)
-        sys.stdout.flush()
-    else:
-        writing = Waiting(f"writing {output}", shown=on_terminal() and not json)
-        with output.open("w", encoding="utf-8") as stream, writing:
-            write_jsonlines(stream, entries, complete=complete)
-        note(f"{counted(len(entries), 'entry')} written to {output}")
-    return EXIT_OK
-
-
-def _whole(
-    *, scheduler: str, door: CallSettings, log: Path | None
-) -> tuple[tuple[Stored, ...], bool]:
-    """All entries that are to be had, and whether nothing is missing."""
-    if log is None:
-        with connect(scheduler, door) as client:
-            entries = tuple(client.tail())
-        return entries, not entries or entries[0].position == 1
-    from transport.jsonlines import read_log
-
-    file = read_log(log)
-    if file.foreign:
-        raise UsageError(f"{log} is a foreign log; an export would pass it off as our own")
-    for one in file.unknown:
-        note(f"left out, for its event is unknown: position {one.position}: {one.reason}")
-    return file.entries, file.complete and not file.unknown
+    write = export_parquet if form == "parquet" else export_lines
+    return write(output, scheduler=scheduler, door=door, log=log, json=json)

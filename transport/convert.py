@@ -26,7 +26,8 @@ class GapInLog(ValueError):
 
     def __init__(self, found: int, expected: int) -> None:
         super().__init__(
-            f"position {found} where {expected} is next: a log with gaps stays as it is"
+            f"position {found} where {expected} is next: "
+            "a log whose positions do not count on stays as it is"
         )
         self.found = found
         self.expected = expected

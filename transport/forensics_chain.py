@@ -22,6 +22,7 @@ from engine.store import StoreDamaged
 from lifecycle.wording import counted
 from transport import codec
 from transport.chain_problems import Problem, Wrong
+from transport.jsonlines import UnreadableLog
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import sealed, segment_files
 from transport.stores.contents import FileBytes, SealedBytes
@@ -163,6 +164,9 @@ class Survey:
             with ExitStack() as stack:
                 try:
                     content, sealed_now = self._content(path, stack, part=start > 0)
+                except FileNotFoundError as error:
+                    reason = f"{path.name} was removed while the log was read; ask again"
+                    raise UnreadableLog(0, reason) from error
                 except StoreDamaged as damage:
                     self._found(Wrong.DAMAGED, damage.segment, damage.offset, 0, 0, damage.reason)
                     continue
@@ -170,13 +174,17 @@ class Survey:
                 self._header(path, content)
                 for found in self._walk(path, content, start, last=last and not sealed_now):
                     yield path, found
-            if last and sealed_now:
+            if last and segment_files.is_sealed(path):
                 reason = "a sealed segment always had a successor"
                 self._found(Wrong.ENDS_SEALED, path.name, 0, 0, 0, reason)
 
     def _content(self, path: Path, stack: ExitStack, *, part: bool) -> tuple[Content, bool]:
         if not segment_files.is_sealed(path):
-            return FileBytes(stack.enter_context(path.open("rb"))), False
+            try:
+                return FileBytes(stack.enter_context(path.open("rb"))), False
+            except FileNotFoundError:
+                # It may have been sealed since it was listed.
+                path = path.with_suffix(segment_files.SEALED_SUFFIX)
         if part:
             try:
                 return SealedBytes(path, damaged=lambda d: self._damaged(path, d)), True

@@ -3,7 +3,7 @@
 Owns: going on behind damage, and the account of what is missing.
 Must not know: what is looked for in the entries.
 
-`read_log` is for those who want a whole log or none; here a missing part is a result.
+A missing part is a result here, and no reason to say nothing of the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+import attrs
 
 from engine.store import Stored, StoreDamaged
 from lifecycle.events import Entry
@@ -86,6 +88,11 @@ class Capture:
     def whole(self) -> bool:
         """Whether nothing is missing, by everything that the log says."""
         return self.claims_whole and not self.missing and not self.unknown
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing is missing but a beginning that was dropped on purpose."""
+        return self.whole or (self.snapshot is not None and not self.damaged)
 
     @property
     def damaged(self) -> bool:
@@ -256,15 +263,18 @@ class LinesCapture(Capture):
             if not text.strip():
                 continue
             count += 1
-            record: dict[str, Any] = {}
+            said: dict[str, Any] = {}
+            record = said
             try:
-                record = jsonlines.object_of(line, text)
+                record = said = jsonlines.object_of(line, text)
                 if self.foreign:
-                    record = jsonlines.supplied(record, count, self._seen)
+                    record = jsonlines.supplied(said, count, self._seen)
                 one = jsonlines.stored_of(record, strict=not self.foreign)
             except (UnreadableLog, MalformedRecord, jsonlines.UnknownName) as error:
                 reason = error.reason if isinstance(error, UnreadableLog) else str(error)
-                self._unreadable(jsonlines.kept(line, record, reason))
+                unknown = jsonlines.kept(line, record, reason)
+                # What is kept is what they said, not what was supplied to read it.
+                self._unreadable(attrs.evolve(unknown, record=said))
                 continue
             self._seen[one.entry.request] += 1
             self._order(line, one, time_ns)

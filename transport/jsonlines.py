@@ -1,6 +1,6 @@
 """Logs as JSON Lines, version 1: one object an entry, readable without this project.
 
-Owns: the header line, the entry lines, and reading any kind of log file.
+Owns: what the header and each line say, and reading one line.
 Must not know: which event is legal when; a log that breaks every rule is still readable.
 `docs/log-format.md` describes every field.
 """
@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 import attrs
 
-from engine.store import Stored, StoreDamaged
+from engine.store import Stored
 from lifecycle.events import ByEngine, ByScheduler, Entry, Event, Proposer, Rejected
 from lifecycle.ids import RequestId
-from lifecycle.snapshot import Snapshot
 from transport import codec
-from transport.codec_values import MalformedRecord
+from transport.codec_values import MalformedRecord, decode_proposer
 from transport.json_values import EVENTS_BY_NAME, from_json, to_json
 from transport.pb import lifecycle_pb2 as pb
-from transport.stores import frames, segment_files
 
 FORMAT = "custody.log"
 VERSION = 1
@@ -54,23 +52,6 @@ class UnknownRecord:
     name: str
     reason: str
     record: Mapping[str, Any]
-
-
-@attrs.frozen
-class LogFile:
-    """What a file holds.
-
-    `foreign`: another system's log, of which no order, sequence or proof was checked on entry.
-    `complete`: this is a whole log from its first position; a replay's verdict needs that.
-    `snapshot` stands for a beginning that was dropped.
-    """
-
-    entries: tuple[Stored, ...]
-    foreign: bool
-    complete: bool
-    unknown: tuple[UnknownRecord, ...]
-    source: str
-    snapshot: Snapshot | None = None
 
 
 # --- Writing ----------------------------------------------------------------------------------
@@ -157,59 +138,6 @@ def write_jsonlines(
 
 
 # --- Reading ----------------------------------------------------------------------------------
-
-
-def read_jsonlines(source: Path | IO[bytes]) -> LogFile:
-    """Read a file or a stream.  Raises `UnreadableLog`."""
-    if not isinstance(source, Path):
-        return _read(source)
-    try:
-        with source.open("rb") as stream:
-            return _read(stream)
-    except OSError as error:
-        raise UnreadableLog(0, str(error)) from error
-
-
-def _read(stream: Iterable[bytes]) -> LogFile:
-    lines = _objects(stream)
-    first = next(lines, None)
-    if first is None:
-        raise UnreadableLog(1, "the file is empty")
-    header = Header.of(*first)
-    entries: list[Stored] = []
-    unknown: list[UnknownRecord] = []
-    seen: Counter[str] = Counter()
-    for line, record in lines:
-        given = supplied(record, len(entries) + 1, seen) if header.foreign else record
-        try:
-            one = stored_of(given, strict=not header.foreign)
-            entries.append(one)
-            seen[one.entry.request] += 1
-        except UnknownName as found:
-            unknown.append(kept(line, record, str(found)))
-        except MalformedRecord as error:
-            if not header.foreign:
-                raise UnreadableLog(line, str(error)) from error
-            unknown.append(kept(line, record, str(error)))
-    count = len(entries) + len(unknown)
-    positions = [one.position for one in entries] + [record.position or 0 for record in unknown]
-    # A foreign log's positions mean nothing here, so only its own word is left.
-    whole = header.foreign or sorted(positions) == list(range(1, count + 1))
-    return LogFile(
-        entries=tuple(entries),
-        foreign=header.foreign,
-        complete=header.complete and whole and header.entries in (None, count),
-        unknown=tuple(unknown),
-        source=header.source,
-    )
-
-
-def _objects(stream: Iterable[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each line that is not blank, with its number."""
-    for line, text in enumerate(stream, start=1):
-        if not text.strip():
-            continue
-        yield line, object_of(line, text)
 
 
 def object_of(line: int, text: bytes) -> dict[str, Any]:
@@ -317,79 +245,16 @@ def kept(line: int, record: Mapping[str, Any], reason: str) -> UnknownRecord:
     )
 
 
-# --- Any kind ---------------------------------------------------------------------------------
-
-
-def read_log(path: Path) -> LogFile:
-    """A folder of segments, one segment, Parquet, or JSON Lines, told apart by what is there.
-
-    Nothing is locked or repaired: a log that is being written is read as far as it is whole.
-    Raises `UnreadableLog`.
-    """
-    try:
-        if path.is_dir():
-            return _read_folder(path)
-        if segment_files.is_segment(path):
-            siblings = segment_files.segment_paths(path.parent)
-            return _read_segments([path], alone=siblings in ([], [path]))
-    except OSError as error:
-        raise UnreadableLog(0, str(error)) from error
-    if segment_files.is_parquet(path):
-        # It is made of what this module reads, and loads its library.
-        from transport.parquet_read import read_parquet
-
-        return read_parquet(path)
-    return read_jsonlines(path)
-
-
-def _read_folder(folder: Path) -> LogFile:
-    # A snapshot is written as JSON Lines, so its module needs this one.
-    from transport.stores.snapshot_file import segments_and_snapshot
-
-    paths, kept = segments_and_snapshot(folder)
-    try:
-        file = _read_segments(paths, alone=True)
-    except FileNotFoundError:
-        # A beginning was dropped since they were listed.
-        paths, kept = segments_and_snapshot(folder)
-        file = _read_segments(paths, alone=True)
-    return file if kept is None else attrs.evolve(file, snapshot=kept.snapshot)
-
-
-def _read_segments(paths: Sequence[Path], *, alone: bool) -> LogFile:
-    entries: list[Stored] = []
-    unknown: list[UnknownRecord] = []
-    # A sealed segment always had a successor.
-    complete = alone and not segment_files.is_sealed(paths[-1])
-    try:
-        whole = segment_files.begins_the_log(paths[0])
-        for found in segment_files.walk_segments(paths, whole=whole and len(paths) > 1):
-            if isinstance(found.item, frames.Torn):
-                complete = False
-                continue
-            batch = segment_files.parse_batch(found.segment, found.item)
-            for position, message in enumerate(batch, start=found.item.first_position):
-                try:
-                    entries.append(Stored(position, codec.decode_entry(message)))
-                except codec.UnknownEvent as error:
-                    unknown.append(kept_message(position, message, error))
-    except (StoreDamaged, MalformedRecord) as error:
-        raise UnreadableLog(0, str(error)) from error
-    return LogFile(
-        entries=tuple(entries),
-        foreign=False,
-        complete=complete and whole,
-        unknown=tuple(unknown),
-        source=SOURCE,
-    )
-
-
 def kept_message(position: int, message: pb.Entry, error: codec.UnknownEvent) -> UnknownRecord:
-    record = {
+    """An entry of a later version: what can be told of it, and its bytes for whoever can tell more."""
+    record: dict[str, Any] = {
         "request": message.request,
         "sequence": message.sequence,
         "attempt": message.attempt,
         "time_ns": message.time_ns,
+        "fields": {},
         "bytes": message.SerializeToString().hex(),
     }
+    with suppress(MalformedRecord):
+        record["proposer"] = _proposer_object(decode_proposer(message.proposer))
     return UnknownRecord(0, position, f"fields {error.numbers}", str(error), record)

@@ -16,7 +16,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from transport import parquet_schema as schema
 from transport.forensics_read import Capture
 from transport.json_values import NUMBER_MAX
 from transport.jsonlines import UnknownRecord
+from transport.partial import partial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,17 +139,10 @@ def write_parquet(capture: Capture, output: Path) -> int:
 
     Raises `NoParquet` or `NotWritten`; the output is there when all of it is.
     """
-    partial = output.with_name(output.name + ".partial")
-    connection = connect()
-    # Entries are made by one thread in any case, and the order of rows then hangs on nothing else.
-    connection.execute(ONE_THREAD)
-    try:
-        count = _copied(connection, capture, partial)
-        partial.replace(output)
-    finally:
-        connection.close()
-        partial.unlink(missing_ok=True)
-    return count
+    with closing(connect()) as connection, partial(output) as path:
+        # Entries are made by one thread in any case, and the order of rows hangs on nothing else.
+        connection.execute(ONE_THREAD)
+        return _copied(connection, capture, path)
 
 
 def _copied(connection: duckdb.DuckDBPyConnection, capture: Capture, path: Path) -> int:

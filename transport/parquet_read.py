@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from engine.store import Stored
 from lifecycle.events import Entry
 from lifecycle.forensics_values import Missing
 from lifecycle.ids import EngineId, Party
@@ -28,7 +27,7 @@ from transport import parquet_schema as schema
 from transport.codec_values import MalformedRecord
 from transport.forensics_chain import Problem, Wrong
 from transport.forensics_read import Capture
-from transport.jsonlines import LogFile, UnknownRecord, UnreadableLog
+from transport.jsonlines import UnknownRecord, UnreadableLog
 from transport.parquet import MEANS, ONE_THREAD, Means, connect, quoted, signals_heard
 
 if TYPE_CHECKING:
@@ -196,13 +195,12 @@ class ParquetCapture(Capture):
     def _read(self) -> Iterator[tuple[int, Entry]]:
         count = 0
         self.connection.execute(ONE_THREAD)
-        try:
-            # A cursor of its own: others may ask while this one is read.
-            for position, entry in self._entries(self.connection.cursor(), f"record IN {RECORDS}"):
-                count += 1
-                yield position, entry
-        finally:
-            self.connection.execute("RESET threads")
+        # A cursor of its own: others may ask while this one is read.
+        for position, entry in self._entries(self.connection.cursor(), f"record IN {RECORDS}"):
+            count += 1
+            yield position, entry
+        # Who stops before the end asks nothing more, and may have closed the connection.
+        self.connection.execute("RESET threads")
         self._settle(count)
 
     def _settle(self, count: int) -> None:
@@ -349,18 +347,3 @@ def open_parquet(path: Path, stack: ExitStack, means: Means = MEANS) -> ParquetC
         stack.callback(os.close, number)
         name = f"/dev/fd/{number}"
     return ParquetCapture(connection, path, name=name)
-
-
-def read_parquet(path: Path) -> LogFile:
-    """The whole file at once.  Raises `NoParquet` or `UnreadableLog`."""
-    with ExitStack() as stack:
-        capture = open_parquet(path, stack)
-        entries = tuple(Stored(position, entry) for position, entry in capture)
-        return LogFile(
-            entries=entries,
-            foreign=capture.foreign,
-            complete=capture.claims_whole and not capture.missing,
-            unknown=tuple(capture.unknown),
-            source=capture.source,
-            snapshot=capture.snapshot,
-        )

@@ -22,6 +22,7 @@ from lifecycle.state import TERMINAL
 from tests.faults.reddened import unnoticed
 from tests.faults.relay import Relay
 from tests.faults.wire import Remote, Switchboard
+from tests.log_files import read_log
 from tests.process_harness import (
     READY_SECONDS,
     STOP_SECONDS,
@@ -33,7 +34,6 @@ from tests.process_harness import (
 )
 from transport.child import Child
 from transport.client import Client, Refused, Unreachable
-from transport.jsonlines import read_log
 
 ENGINES = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 PACE_SECONDS = 0.02
