@@ -61,8 +61,9 @@ from lifecycle.replay import Replayer
 from transport import codec
 from transport.commands_replay import replay_file
 from transport.commands_shared import EXIT_OK
-from transport.forensics_read import Capture, open_capture, uncollected
+from transport.forensics_read import Capture, open_capture
 from transport.stores import frames, sealed, segment_files
+from transport.uncollected import uncollected
 
 PREFILL = Party(EngineId("prefill-0"), 1, 0)
 DECODE = Party(EngineId("decode-0"), 1, 0)

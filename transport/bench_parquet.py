@@ -18,9 +18,10 @@ import attrs
 from lifecycle.ids import EPOCH_DIGITS, FLEET, SERIAL_DIGITS
 from transport import exposures_sql
 from transport import parquet_schema as schema
-from transport.forensics_read import open_capture, uncollected
+from transport.forensics_read import open_capture
 from transport.parquet import MEANS, Means, connect, copy_options, quoted, write_parquet
 from transport.parquet_read import open_parquet
+from transport.uncollected import uncollected
 
 if TYPE_CHECKING:
     import duckdb

@@ -52,7 +52,8 @@ HASH_BYTES = 32
 @contextmanager
 def opened(log: Path) -> Iterator[Capture]:
     """The log as a stream; "-" is JSON Lines from standard input."""
-    from transport.forensics_read import open_capture, open_lines, uncollected
+    from transport.forensics_read import open_capture, open_lines
+    from transport.uncollected import uncollected
 
     with ExitStack() as stack, uncollected():
         if is_standard(log):

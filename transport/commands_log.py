@@ -244,9 +244,9 @@ def _print_entries(
 def _by_index(request: str, log: Path) -> tuple[Stored, ...] | None:
     """The request's entries where an index says that they are, and whatever came since it."""
     from engine.store import Stored
-    from transport.forensics_read import uncollected
     from transport.seek_index import UnusableIndex, index_path
     from transport.seeking import of_request
+    from transport.uncollected import uncollected
 
     if not log.is_dir() or not index_path(log).exists():
         return None

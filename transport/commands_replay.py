@@ -43,7 +43,7 @@ def replay_file(
     json: bool,
 ) -> int:
     """Judge a log, or with an index the part of it that was asked for."""
-    from transport.forensics_read import uncollected
+    from transport.uncollected import uncollected
 
     behind = at if at is not None else None if first is None else first - 1
     with ExitStack() as stack:

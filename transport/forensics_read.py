@@ -8,10 +8,9 @@ A missing part is a result here, and no reason to say nothing of the rest.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,21 +29,6 @@ from transport.stores import segment_files
 from transport.stores.snapshot_file import segments_and_snapshot
 
 _REASONS_MAX = 1_000
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the garbage collector away: a log's values hold no cycles, and it looks at all of them.
-
-    Counting references still frees everything at once.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _ignore(_record: UnknownRecord) -> None:

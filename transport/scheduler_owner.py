@@ -37,6 +37,7 @@ from lifecycle.state import OPEN
 from transport.client_desk import ClientDesk
 from transport.fleet_desk import FleetDesk
 from transport.journal import SLOW_NS, Journal
+from transport.uncollected import uncollected
 
 INBOX_MAX = 1024
 TICK_SECONDS = 0.05
@@ -201,8 +202,10 @@ class SchedulerOwner:
         """
         store = self.journal.store
         store.flush()
-        noted = self.journal.take_in()
-        self.perform(self.core.resume(noted, self.now(), store.snapshot, last_of=store.last_of))
+        with uncollected():
+            noted = self.journal.take_in()
+            done = self.core.resume(noted, self.now(), store.snapshot, last_of=store.last_of)
+        self.perform(done)
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on."""
