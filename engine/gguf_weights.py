@@ -5,7 +5,8 @@ It must not know how tensors are used: it writes the same files that a Hugging F
 with one file of fused float32 tensors instead of the separate ones.
 
 A converted model lies in `CACHE/STEM-KEY/`, the key made of size, time and head of the source.
-It is built beside and renamed into place, so a reader sees a whole model or none.
+It is built beside and renamed into place, so a reader sees a whole model or none, and takes the
+place of what an earlier content of the same file was converted to.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ Array = npt.NDArray[np.float32]
 # Raised whenever the converted form changes, so that old conversions are not reused.
 CONVERSION = "1"
 HEAD_BYTES = 1 << 20
+SOURCE_FILE = "converted_from"
+BUILDING = ".building-"
 # A multiple of a memory page: mapped tensors then begin on cache lines.
 ALIGNMENT_BYTES = 4096
 SPECIAL_TOKEN = 3
@@ -78,6 +81,7 @@ def converted(path: Path, *, cache: Path, progress: Progress | None = None) -> P
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / ".convert.lock"):
             if not target.is_dir():
+                _remove_stale(cache, path)
                 _convert(path, target, progress)
     except OSError as error:
         raise ModelFileError(path=target, reason=str(error)) from error
@@ -96,6 +100,22 @@ def _key(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _remove_stale(cache: Path, path: Path) -> None:
+    """Remove what earlier contents of this file were converted to, and what was never finished.
+
+    Whoever has mapped one keeps it; a cache that others may not change stays as it is.
+    """
+    for folder in cache.iterdir():
+        try:
+            stale = folder.name.startswith(BUILDING) or (
+                (folder / SOURCE_FILE).read_text(encoding="utf-8") == str(path.resolve())
+            )
+        except OSError:
+            continue
+        if stale:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
@@ -104,7 +124,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _convert(path: Path, target: Path, progress: Progress | None) -> None:
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=target.parent))
     try:
         source = _Source.open(path)
         raw = source.config()
@@ -115,6 +135,7 @@ def _convert(path: Path, target: Path, progress: Progress | None) -> None:
         (building / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         _write_json(building / "tokenizer_config.json", described)
         _write_fused(building / FUSED_FILE, config, source.fused, progress)
+        (building / SOURCE_FILE).write_text(str(path.resolve()), encoding="utf-8")
         # Readers of other users may share the cache; mkdtemp made it private.
         building.chmod(0o755)
         building.rename(target)

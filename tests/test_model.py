@@ -202,6 +202,26 @@ def test_a_changed_gguf_is_converted_again(tmp_path: Path) -> None:
     assert load_model(file, cache=cache).config.layers == 2
 
 
+def test_a_cache_holds_one_conversion_of_each_file(tmp_path: Path) -> None:
+    """That of its present content; who has mapped an earlier one keeps it, other files' stay."""
+    cache = tmp_path / "cache"
+    other = tiny_gguf(tmp_path / "other.gguf", tiny_llama(tmp_path / "c", layers=3))
+    load_model(other, cache=cache)
+    file = tiny_gguf(tmp_path / "it.gguf", tiny_llama(tmp_path / "a", layers=1))
+    first = load_model(file, cache=cache)
+    tokens = some_tokens(9, vocabulary=260)
+    before = logits_of(first, tokens)
+    (cache / ".building-of-a-process-that-was-killed").mkdir()
+    (cache / "somebody's own").mkdir()
+    tiny_gguf(file, tiny_llama(tmp_path / "b", layers=2))
+    load_model(file, cache=cache)
+    assert sorted(one.name.split("-")[0] for one in cache.iterdir() if one.is_dir()) == [
+        *("it", "other", "somebody's own"),
+    ]
+    assert torch.equal(logits_of(first, tokens), before)
+    assert load_model(other, cache=cache).config.layers == 3
+
+
 def test_identity_tells_models_apart(tmp_path: Path) -> None:
     """Another weight, another number or another type is another fingerprint; a copy is not."""
     one = load_model(tiny_llama(tmp_path / "one"))
