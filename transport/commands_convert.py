@@ -166,7 +166,7 @@ def export_lines(
 def export_parquet(
     output: Path | None, *, scheduler: str, door: CallSettings, log: Path | None, json: bool
 ) -> int:
-    """`log export --format parquet`: exits 0 when the log is whole, 5 when it is not."""
+    """`log export --format parquet`: exits as for JSON Lines."""
     if output is None or is_standard(output):
         raise UsageError("--format parquet: name the file with --output; it is no stream")
     from transport.parquet import write_parquet
@@ -194,7 +194,7 @@ def export_parquet(
                 )
             if capture.unknown:
                 say(f"kept as they are, for they could not be understood: {len(capture.unknown)}")
-        return EXIT_OK if capture.whole else EXIT_UNREADABLE
+        return EXIT_OK if capture.intact else EXIT_UNREADABLE
 
 
 @contextmanager
