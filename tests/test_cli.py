@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,58 @@ def test_log_show_of_nobody(good: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "no entry of request nobody" in capsys.readouterr().err
     assert cli.run(["log", "show", f"{handmade.ONE}9", "--log", str(good)]) == 1
     assert f"near it are {handmade.ONE}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "listed"),
+    [
+        ([], [1, 2]),
+        (["--since", "2026-09-14"], [2]),
+        (["--until", "2026-09-14"], [1]),
+        (["--since", "2026-09-14T01:30:00"], [2]),
+        (["--since", "2026-09-14T02:00:00.000001"], []),
+        (["--since", "2026-09-14T03:59:00+0200", "--until", "2026-09-14T04:01:00+0200"], [2]),
+        (["--until", "2026-09-13T22:00:00"], []),
+        (["--since", "2026-09-13T22:30:00", "--until", "2026-09-14T02:00:00"], [1]),
+    ],
+    ids=str,
+)
+def test_ls_between_two_moments(
+    flags: list[str], listed: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever ran between them, in UTC where nothing else is said: its last entry is not before
+    the first moment, its first is before the second.
+    """
+    log = handmade.Log()
+    names = [handmade.TWO, handmade.ONE]
+    for name in names:
+        log.add(handmade.rejected(), request=name)
+    hours = {
+        handmade.TWO: datetime(2026, 9, 13, 23, tzinfo=UTC),
+        handmade.ONE: datetime(2026, 9, 14, 2, tzinfo=UTC),
+    }
+    entries = [
+        (
+            n,
+            attrs.evolve(e, time_ns=int(hours[e.request].timestamp()) * 10**9)
+            if e.request in hours
+            else e,
+        )
+        for n, e in log.entries
+    ]
+    path = write_log(tmp_path / "x.jsonl", entries)
+    assert cli.run(["log", "ls", "--log", str(path), "--json", *flags]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [names.index(line["requestId"]) + 1 for line in lines] == listed
+
+
+def test_ls_between_no_moments(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An end before the beginning, and what is no time, are usage errors with both."""
+    flags = ["--since", "2026-09-14", "--until", "2026-09-13"]
+    assert cli.run(["log", "ls", "--log", str(good), *flags]) == 2
+    assert "2026-09-13" in capsys.readouterr().err
+    assert cli.run(["log", "ls", "--log", str(good), "--since", "yesterday"]) == 2
+    assert "yesterday" in capsys.readouterr().err
 
 
 def test_log_export(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

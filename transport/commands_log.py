@@ -7,8 +7,9 @@ Must not know: how entries are judged or worded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -42,6 +43,8 @@ log_app = App(name="log", help="Look at an event log, check it, and write it in 
 
 Form = Literal["jsonl", "parquet"]
 PhaseName = Literal["new", "rejected", "admitted", "decoding", "requeued", "ended", "closed"]
+Wanted = Callable[["RequestSummary"], bool]
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class UnknownRequest(Exception):
@@ -59,6 +62,8 @@ def list_requests(
     *,
     limit: int | None = None,
     phase: PhaseName | None = None,
+    since: datetime | None = None,
+    until: datetime | None = None,
     scheduler: SchedulerAddress = DEFAULT_SCHEDULER,
     door: Door = CALL,
     log: Path | None = None,
@@ -75,6 +80,10 @@ def list_requests(
         Most requests to list; all if absent.
     phase
         Only requests in this phase.
+    since
+        Only requests that were not over before this date or time, in UTC if it says nothing else.
+    until
+        Only requests that began before this date or time.
     scheduler
         Address of a running scheduler.
     log
@@ -84,14 +93,15 @@ def list_requests(
     """
     if limit is not None and limit < 0:
         raise UsageError(f"--limit {limit}: must not be negative")
+    wanted = _wanted(phase, since, until)
     if log is not None:
-        return _list_of(log, phase, limit, json=json)
+        return _list_of(log, wanted, limit, json=json)
     with connect(scheduler, door) as client:
-        _print_requests(_in_phase(client.requests(), phase), limit, json=json)
+        _print_requests(filter(wanted, client.requests()), limit, json=json)
     return EXIT_OK
 
 
-def _list_of(log: Path, phase: PhaseName | None, limit: int | None, *, json: bool) -> int:
+def _list_of(log: Path, wanted: Wanted, limit: int | None, *, json: bool) -> int:
     """The requests of a log, and on standard error what is missing from it."""
     from transport.commands_forensics import opened
     from transport.log_index import summaries
@@ -99,7 +109,7 @@ def _list_of(log: Path, phase: PhaseName | None, limit: int | None, *, json: boo
 
     with opened(log) as capture:
         with Reading(capture, shown=not json):
-            found = tuple(islice(_in_phase(summaries(capture), phase), limit))
+            found = tuple(islice(filter(wanted, summaries(capture)), limit))
         _print_requests(iter(found), limit, json=json)
         for line in () if capture.whole else missing_lines(capture):
             note(line)
@@ -117,15 +127,30 @@ def _print_requests(requests: Iterator[RequestSummary], limit: int | None, *, js
                 say(line)
 
 
-def _in_phase(
-    requests: Iterator[RequestSummary], phase: PhaseName | None
-) -> Iterator[RequestSummary]:
+def _wanted(phase: PhaseName | None, since: datetime | None, until: datetime | None) -> Wanted:
     from transport.pb.log_pb2 import Phase
 
-    if phase is None:
-        return requests
-    wanted = Phase.Value(f"PHASE_{phase.upper()}")
-    return (one for one in requests if one.phase == wanted)
+    number = None if phase is None else Phase.Value(f"PHASE_{phase.upper()}")
+    first_ns, stop_ns = _nanoseconds(since), _nanoseconds(until)
+    if first_ns is not None and stop_ns is not None and stop_ns <= first_ns:
+        raise UsageError(f"--until {until}: must be after --since {since}")
+
+    def wanted(one: RequestSummary) -> bool:
+        return (
+            number in (None, one.phase)
+            and (first_ns is None or one.last_time_ns >= first_ns)
+            and (stop_ns is None or one.first_time_ns < stop_ns)
+        )
+
+    return wanted
+
+
+def _nanoseconds(moment: datetime | None) -> int | None:
+    """Since 1970; a moment without a zone is UTC, as all that is printed."""
+    if moment is None:
+        return None
+    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return (moment - EPOCH) // timedelta(microseconds=1) * 1_000
 
 
 @log_app.command
