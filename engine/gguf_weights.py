@@ -81,8 +81,8 @@ def converted(path: Path, *, cache: Path, progress: Progress | None = None) -> P
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / ".convert.lock"):
             if not target.is_dir():
-                _remove_stale(cache, path)
                 _convert(path, target, progress)
+                _remove_stale(target, path)
     except OSError as error:
         raise ModelFileError(path=target, reason=str(error)) from error
     return target
@@ -100,15 +100,16 @@ def _key(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _remove_stale(cache: Path, path: Path) -> None:
+def _remove_stale(target: Path, path: Path) -> None:
     """Remove what earlier contents of this file were converted to, and what was never finished.
 
     Whoever has mapped one keeps it; a cache that others may not change stays as it is.
     """
-    for folder in cache.iterdir():
+    source = os.fsencode(path.resolve())
+    for folder in target.parent.iterdir():
         try:
             stale = folder.name.startswith(BUILDING) or (
-                (folder / SOURCE_FILE).read_text(encoding="utf-8") == str(path.resolve())
+                folder != target and (folder / SOURCE_FILE).read_bytes() == source
             )
         except OSError:
             continue
@@ -135,7 +136,7 @@ def _convert(path: Path, target: Path, progress: Progress | None) -> None:
         (building / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         _write_json(building / "tokenizer_config.json", described)
         _write_fused(building / FUSED_FILE, config, source.fused, progress)
-        (building / SOURCE_FILE).write_text(str(path.resolve()), encoding="utf-8")
+        (building / SOURCE_FILE).write_bytes(os.fsencode(path.resolve()))
         # Readers of other users may share the cache; mkdtemp made it private.
         building.chmod(0o755)
         building.rename(target)

@@ -152,6 +152,44 @@ def test_an_event_of_a_later_version_goes_through_every_form(tmp_path: Path) -> 
     assert one.read_bytes() == two.read_bytes()
 
 
+@pytest.mark.parametrize("lost", ["proposer", "event"])
+def test_an_entry_that_says_too_little_goes_through_as_it_is(tmp_path: Path, lost: str) -> None:
+    """Without its proposer, or without an event: its bytes are all there is, and are kept."""
+    entries: list[tuple[int, Recorded]] = [*first_answered().entries]
+    at, entry = entries[6]
+    assert isinstance(entry, Entry)
+    message = codec.encode_entry(entry)
+    message.ClearField("proposer" if lost == "proposer" else "event")
+    entries[6] = at, message
+    import_entries(entries, tmp_path / "log")
+    exported, again = tmp_path / "x.jsonl", tmp_path / "again"
+    assert (
+        cli.run(["log", "export", "--log", str(tmp_path / "log"), "--output", str(exported)]) == 5
+    )
+    assert cli.run(["log", "import", str(exported), "--output", str(again)]) == 5
+    (one,), (two,) = (tmp_path / "log").iterdir(), again.iterdir()
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("claimed", [None, -7, 0, 1 << 64, 10**400, "3"], ids=str)
+def test_the_header_counts_what_has_a_place(
+    tmp_path: Path, claimed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record that says nothing may claim any position; the ends are those of the entries."""
+    source = write_log(tmp_path / "x", first_answered().entries)
+    header, *body = source.read_text().splitlines()
+    odd = json.dumps({"position": claimed, "event": "Evaporated", "fields": {}})
+    source.write_text("\n".join([header, odd, *body, odd]) + "\n")
+    assert cli.run(["log", "export", "--log", str(source)]) == 5
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in lines[1:]] == [
+        json.loads(line) for line in (odd, *body, odd)
+    ]
+    said = json.loads(lines[0])
+    assert (said["first_position"], said["last_position"]) == (1, len(body))
+    assert said["entries"] == len(body) + 2
+
+
 def test_bytes_that_say_something_else_are_not_believed(tmp_path: Path) -> None:
     """What people read beside the bytes of an unknown event is what the bytes say, or they go."""
     folder, message = newer(tmp_path / "log")

@@ -222,6 +222,18 @@ def test_a_cache_holds_one_conversion_of_each_file(tmp_path: Path) -> None:
     assert load_model(other, cache=cache).config.layers == 3
 
 
+def test_a_model_may_have_any_name(tmp_path: Path) -> None:
+    """Also one that is no text, as file systems allow, beside conversions of files of such names."""
+    cache = tmp_path / "cache"
+    folder = tmp_path / os.fsdecode(b"m\xff")
+    folder.mkdir()
+    file = tiny_gguf(folder / "it.gguf", tiny_llama(tmp_path / "a", layers=1))
+    assert load_model(file, cache=cache).config.layers == 1
+    tiny_gguf(file, tiny_llama(tmp_path / "b", layers=2))
+    assert load_model(file, cache=cache).config.layers == 2
+    assert len([one for one in cache.iterdir() if one.is_dir()]) == 1
+
+
 def test_identity_tells_models_apart(tmp_path: Path) -> None:
     """Another weight, another number or another type is another fingerprint; a copy is not."""
     one = load_model(tiny_llama(tmp_path / "one"))

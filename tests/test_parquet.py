@@ -208,6 +208,26 @@ def test_an_export_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFi
     assert "missing, which the file says too: positions 4 to 4" in capsys.readouterr().out
 
 
+def test_half_a_character_spoils_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A foreign name that is no text is kept as it was said, and everything else is there."""
+    source = write_log(tmp_path / "x.jsonl", first_answered().entries)
+    header, *body = source.read_text().splitlines()
+    header = header.replace('"source":"custody"', '"source":"o\\ud800ther"')
+    odd = '{"event":"La\\ud800ter","fields":{}}'
+    source.write_text("\n".join([header, *body, odd]) + "\n")
+    table = tmp_path / "x.parquet"
+    flags = ["--log", str(source), "--format", "parquet", "--output", str(table)]
+    assert cli.run(["log", "export", *flags]) == 5
+    capsys.readouterr()
+    assert cli.run(["log", "export", "--log", str(table)]) == 5
+    again = capsys.readouterr().out.splitlines()
+    assert again[1:-1] == body
+    assert json.loads(again[-1]) == json.loads(odd)
+    assert json.loads(again[0])["source"] == "o?ther"
+
+
 def test_parquet_is_no_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a file, or into a place that cannot be written, nothing is left: exit codes 2 and 1."""
     source = write_log(tmp_path / "x.jsonl", first_answered().entries)

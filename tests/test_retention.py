@@ -402,9 +402,8 @@ def test_a_reader_whom_a_drop_overtakes_is_told(tmp_path: Path, driver: Driver) 
     store = filled(tmp_path, log)
     with ExitStack() as stack:
         capture = open_capture(tmp_path, stack)
-        first = segment_files.segment_paths(tmp_path)[0]
         drop(store, log)
-        with pytest.raises(UnreadableLog, match=f"{first.name} was removed .* ask again"):
+        with pytest.raises(UnreadableLog, match="was removed while it was read; ask again"):
             read_capture(capture)
     file = read_log(tmp_path)
     assert file.entries == the_rest(log, store.first_position)

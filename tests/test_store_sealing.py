@@ -107,6 +107,17 @@ def test_an_inquiry_finds_a_segment_that_was_sealed_meanwhile(store: SegmentStor
     store.close()
 
 
+def test_the_first_segment_may_be_sealed_before_it_is_opened(
+    store: SegmentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is listed at the wrong moment is a whole log all the same."""
+    listed = segment_files.segment_paths(store.folder)
+    store.seal()
+    monkeypatch.setattr(segment_files, "segment_paths", lambda _folder: listed)
+    assert read_log(store.folder).complete
+    store.close()
+
+
 def test_reads_go_on_while_segments_are_sealed(tmp_path: Path) -> None:
     """A thread that seals never makes an entry unreadable for one that reads and appends."""
     store = SegmentStore(tmp_path, segment_bytes=1)

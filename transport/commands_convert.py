@@ -81,7 +81,7 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
         Print one JSON document.
     """
     from transport.convert import import_entries
-    from transport.partial import partial
+    from transport.partial import partial_folder
     from transport.progress import Reading
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -89,7 +89,7 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
     with opened(file) as capture:
         if capture.foreign:
             raise UsageError(f"{file} is a foreign log; segments would pass it off as our own")
-        with Reading(capture, shown=not json), partial(output) as folder:
+        with Reading(capture, shown=not json), partial_folder(output) as folder:
             count, head = import_entries(_recorded(capture), folder)
         if json:
             written = {
@@ -142,7 +142,7 @@ def export_lines(
 ) -> int:
     """`log export` as JSON Lines: exits 0, or 5 when more is missing than what was dropped."""
     from transport.lines_file import no_lines
-    from transport.partial import partial
+    from transport.partial import partial_file
     from transport.progress import Reading
     from transport.replay_text import missing_lines
 
@@ -152,7 +152,7 @@ def export_lines(
         if output is None or is_standard(output):
             lines.write(capture, sys.stdout)
         else:
-            with partial(output) as path, path.open("w", encoding="utf-8", newline="") as out:
+            with partial_file(output) as path, path.open("w", encoding="utf-8", newline="") as out:
                 lines.write(capture, out)
         for line in missing_lines(capture):
             note(line)

@@ -40,7 +40,9 @@ from transport.stores.frames import (
     walk,
 )
 
-__all__ = ["Batch", "Place", "Problem", "Survey", "Wrong"]
+REMOVED = "a part of the log was removed while it was read; ask again"
+
+__all__ = ["REMOVED", "Batch", "Place", "Problem", "Survey", "Wrong"]
 
 
 @attrs.frozen
@@ -161,22 +163,24 @@ class Survey:
             start = 0
             if number == 0 and self._after is not None:
                 start = self._after.stop
-            with ExitStack() as stack:
-                try:
-                    content, sealed_now = self._content(path, stack, part=start > 0)
-                except FileNotFoundError as error:
-                    reason = f"{path.name} was removed while the log was read; ask again"
-                    raise UnreadableLog(0, reason) from error
-                except StoreDamaged as damage:
-                    self._found(Wrong.DAMAGED, damage.segment, damage.offset, 0, 0, damage.reason)
-                    continue
-                self.size_bytes += len(content) - start
-                self._header(path, content)
-                for found in self._walk(path, content, start, last=last and not sealed_now):
-                    yield path, found
+            try:
+                yield from self._of(path, start, last=last)
+            except StoreDamaged as damage:
+                self._found(Wrong.DAMAGED, damage.segment, damage.offset, 0, 0, damage.reason)
+                continue
+            except FileNotFoundError as error:
+                raise UnreadableLog(0, REMOVED) from error
             if last and segment_files.is_sealed(path):
                 reason = "a sealed segment always had a successor"
                 self._found(Wrong.ENDS_SEALED, path.name, 0, 0, 0, reason)
+
+    def _of(self, path: Path, start: int, *, last: bool) -> Iterator[tuple[Path, Frame]]:
+        with ExitStack() as stack:
+            content, sealed_now = self._content(path, stack, part=start > 0)
+            self.size_bytes += len(content) - start
+            self._header(path, content)
+            for found in self._walk(path, content, start, last=last and not sealed_now):
+                yield path, found
 
     def _content(self, path: Path, stack: ExitStack, *, part: bool) -> tuple[Content, bool]:
         if not segment_files.is_sealed(path):

@@ -23,7 +23,7 @@ from lifecycle.snapshot import Snapshot
 from lifecycle.wording import counted
 from transport import codec, jsonlines
 from transport.codec_values import MalformedRecord
-from transport.forensics_chain import Batch, Problem, Survey, Wrong
+from transport.forensics_chain import REMOVED, Batch, Problem, Survey, Wrong
 from transport.jsonlines import UnknownRecord, UnreadableLog
 from transport.stores import segment_files
 from transport.stores.snapshot_file import segments_and_snapshot
@@ -204,11 +204,8 @@ class SegmentCapture(Capture):
         for position, message in enumerate(batch.entries, start=batch.frame.first_position):
             try:
                 yield position, (codec.decode_entry(message),)
-            except codec.UnknownEvent as error:
+            except codec.CodecError as error:
                 self._unreadable(jsonlines.kept_message(position, message, error))
-            except MalformedRecord as error:
-                record = {"request": message.request, "sequence": message.sequence}
-                self._unreadable(UnknownRecord(0, position, "", str(error), record))
 
     def conclude(self) -> None:
         """Compare the batches that were read with one another; again is nothing."""
@@ -312,6 +309,8 @@ def open_capture(path: Path, stack: ExitStack) -> Capture:
 
             return open_parquet(path, stack)
         return open_lines(stack.enter_context(path.open("rb")))
+    except FileNotFoundError as error:
+        raise UnreadableLog(0, REMOVED if path.exists() else str(error)) from error
     except OSError as error:
         raise UnreadableLog(0, str(error)) from error
 

@@ -245,8 +245,8 @@ def kept(line: int, record: Mapping[str, Any], reason: str) -> UnknownRecord:
     )
 
 
-def kept_message(position: int, message: pb.Entry, error: codec.UnknownEvent) -> UnknownRecord:
-    """An entry of a later version: what can be told of it, and its bytes for whoever can tell more."""
+def kept_message(position: int, message: pb.Entry, error: codec.CodecError) -> UnknownRecord:
+    """An entry that says nothing here: what can be told of it, and its bytes for who can tell more."""
     record: dict[str, Any] = {
         "request": message.request,
         "sequence": message.sequence,
@@ -257,4 +257,5 @@ def kept_message(position: int, message: pb.Entry, error: codec.UnknownEvent) ->
     }
     with suppress(MalformedRecord):
         record["proposer"] = _proposer_object(decode_proposer(message.proposer))
-    return UnknownRecord(0, position, f"fields {error.numbers}", str(error), record)
+    name = f"fields {error.numbers}" if isinstance(error, codec.UnknownEvent) else ""
+    return UnknownRecord(0, position, name, str(error), record)

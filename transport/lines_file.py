@@ -20,6 +20,7 @@ import attrs
 from engine.store import Stored
 from transport.aside import NotPutAside
 from transport.forensics_read import Capture
+from transport.json_values import NUMBER_MAX
 from transport.jsonlines import UnknownRecord, entry_line, header_line
 
 
@@ -77,8 +78,10 @@ class Lines:
             self.file.write(line)
         except OSError as error:
             raise NotPutAside(error) from error
-        self.first_position = self.first_position or position
-        self.last_position = position
+        # A record that says nothing may claim any position, or none.
+        if 1 <= position <= NUMBER_MAX:
+            self.first_position = self.first_position or position
+            self.last_position = position
 
 
 @contextmanager

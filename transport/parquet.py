@@ -28,7 +28,7 @@ from transport import parquet_schema as schema
 from transport.forensics_read import Capture
 from transport.json_values import NUMBER_MAX
 from transport.jsonlines import UnknownRecord
-from transport.partial import partial
+from transport.partial import partial_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +139,7 @@ def write_parquet(capture: Capture, output: Path) -> int:
 
     Raises `NoParquet` or `NotWritten`; the output is there when all of it is.
     """
-    with closing(connect()) as connection, partial(output) as path:
+    with closing(connect()) as connection, partial_file(output) as path:
         # Entries are made by one thread in any case, and the order of rows hangs on nothing else.
         connection.execute(ONE_THREAD)
         return _copied(connection, capture, path)
@@ -200,7 +200,8 @@ def copy_options(*, source: str, foreign: bool) -> str:
         "foreign": str(foreign).lower(),
         "written_by": f"kv-custody {version('kv-custody')}",
     }
-    pairs = ", ".join(f"{quoted(name)}: {quoted(value)}" for name, value in metadata.items())
+    whole = {name: value.encode(errors="replace").decode() for name, value in metadata.items()}
+    pairs = ", ".join(f"{quoted(name)}: {quoted(value)}" for name, value in whole.items())
     return f"(FORMAT parquet, COMPRESSION zstd, PARQUET_VERSION v2, KV_METADATA {{{pairs}}})"
 
 
@@ -225,7 +226,9 @@ def _lines(capture: Capture) -> Iterator[tuple[int, bytes]]:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    return (json.dumps(row, separators=(",", ":")) + "\n").encode()
+    # Of a foreign name's halves of characters nothing is left; `document` has them as escapes.
+    text = json.dumps(row, separators=(",", ":"), ensure_ascii=False)
+    return (text + "\n").encode(errors="replace")
 
 
 def _unknown_row(one: UnknownRecord) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import attrs
 
@@ -201,10 +202,18 @@ def refuse_sealed_end(segment: Path, last: int) -> None:
         raise StoreDamaged(segment.name, segment.stat().st_size, reason)
 
 
+def _open_now(listed: Path) -> IO[bytes]:
+    """The segment's file, which may have been sealed since it was listed."""
+    try:
+        return listed.open("rb")
+    except FileNotFoundError:
+        return listed.with_suffix(SEALED_SUFFIX).open("rb")
+
+
 def begins_the_log(segment: Path) -> bool:
     """Whether the segment's header says that it is a log's first.  Raises `StoreDamaged`."""
     try:
-        with segment.open("rb") as file:
+        with _open_now(segment) as file:
             beginning = file.read(max(FILE_HEADER_BYTES, sealed.BEGINNING_BYTES))
             if sealed.is_sealed(beginning):
                 file.seek(0)
