@@ -180,7 +180,7 @@ def test_a_walk_that_comes_to_a_guard_says_so() -> None:
 SEEN = {
     "dropped-though-taken": "Judge._take_failure: if self.position > before",
     "fenced-the-living": "DecodeCore._fence_lost: if life is None",
-    "forgotten": "Sequencer._evict: if any(",
+    "forgotten": "Sequencer._forget: if any(",
     "gave-way": "victim: if state.attempt <",
     "hoards": "DecodeCore._grow: if admitted is None",
     "left-open": "EngineCore.receive: if entry.request == FLEET",

@@ -109,6 +109,8 @@ def test_another_key_is_refused(
     code, said = checked(path, capsys, "--key", str(keys(tmp_path)[1]))
     assert code == 1
     assert said["problems"] == ["manifest.json: the signature is not that of this manifest"]
+    assert cli.run(["bundle", "verify", str(path), "--key", str(keys(tmp_path)[1])]) == 1
+    assert "not signed" not in capsys.readouterr().out
 
 
 def test_a_missing_signature_is_a_problem_where_one_is_wanted(

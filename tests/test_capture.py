@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from engine.store import Stored
 from lifecycle.events import Entry
 from transport import codec
 from transport.bench_forensics import BATCH_ENTRIES, Traffic
-from transport.forensics_read import open_capture
+from transport.forensics_read import open_capture, open_lines
+from transport.jsonlines import jsonlines
 from transport.pb import lifecycle_pb2 as pb
 from transport.stores import frames, segment_files
 
@@ -95,3 +98,23 @@ def test_what_was_read_is_counted_entry_by_entry(tmp_path: Path) -> None:
             if position == 300:
                 break
     assert capture.entries_read == 300
+
+
+@pytest.mark.parametrize("cut", range(4))
+@pytest.mark.parametrize("begins", [1, 7])
+def test_what_the_header_counts_is_missed_once(begins: int, cut: int) -> None:
+    """A line that is gone in the middle is its position's, those at the end are the header's."""
+    entries = [Stored(n, e) for n, e in enumerate(Traffic().entries(20), start=1) if n >= begins]
+    header, *body = jsonlines(entries, complete=True)
+    for middle in (0, 3, 5):
+        lines = body[: len(body) - cut]
+        if middle:
+            del lines[middle]
+        capture = open_lines(io.BytesIO("".join([header, *lines]).encode()))
+        list(capture)
+        gaps = [(gap.first, gap.last) for gap in capture.missing]
+        expected = [(1, begins - 1)] if begins > 1 else []
+        expected += [(begins + middle, begins + middle)] if middle else []
+        last = entries[-1].position
+        expected += [(last - cut + 1, last)] if cut else []
+        assert gaps == expected

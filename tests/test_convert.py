@@ -124,6 +124,29 @@ def test_a_log_with_gaps_is_not_imported(
     assert [one.name for one in tmp_path.iterdir()] == ["x"]
 
 
+def test_a_log_without_its_end_is_not_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Segments could not say that something followed: cut lines, a cut line, a torn batch, a header."""
+    entries = first_answered().entries
+    whole = write_log(tmp_path / "x", entries).read_text()
+    folder = tmp_path / "segments"
+    import_entries(entries, folder)
+    (segment,) = folder.iterdir()
+    segment.write_bytes(segment.read_bytes()[:-7])
+    for text, reason in (
+        ("\n".join(whole.splitlines()[:-1]), f"positions {len(entries)} to {len(entries)}"),
+        (whole[:-20], f"line {len(entries) + 1}: is no JSON"),
+        (whole.replace('"complete":true', '"complete":false'), "header says"),
+        ("", "torn"),
+    ):
+        (tmp_path / "x").write_text(text)
+        source = tmp_path / "x" if text else folder
+        assert cli.run(["log", "import", str(source), "--output", str(tmp_path / "log")]) == 5
+        assert reason in capsys.readouterr().err
+        assert not (tmp_path / "log").exists()
+
+
 def newer(folder: Path) -> tuple[Path, pb.Entry]:
     """A folder of segments in whose middle a later version wrote, and the entry that it wrote."""
     entries: list[tuple[int, Recorded]] = [*first_answered().entries]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lifecycle.events import Aborted, Cause, RejectCode, Released
+from lifecycle.events import Aborted, Admitted, Cause, RejectCode, Released
 from lifecycle.ids import FLEET
 from tests import handmade
+from tests.driver import Driver, Sizes
 from tests.handmade import DESTINATION, ONE, SOURCE, TWO
 from tests.test_cli import bare, write_log  # noqa: F401 - a fixture for every test here
 from tests.test_exposures import Careless, first_answered, short_handoff
@@ -80,6 +81,26 @@ def test_a_foreign_read_is_no_truth(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "It broke the rule " in text
     assert "That was not the truth: the answer was made from others' bytes." in text
     assert document["exposure"]["reads"][0]["writer"] == ONE
+
+
+def test_nobody_is_accused_by_a_log_with_gaps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever entry is missing of sound answers, no client was certainly lied to."""
+    driver = Driver(Sizes(pages=8)).pair()
+    requests = [driver.submit(prompt=9, new=4), driver.submit(prompt=17, new=4)]
+    driver.run()
+    for lost in range(1, len(driver.log)):
+        entries = [one for one in driver.log if one[0] != lost]
+        write_log(tmp_path / "x", entries)
+        for request in requests:
+            assert cli.run(["explain", request, "--log", str(tmp_path / "x")]) == 5
+            text = capsys.readouterr().out
+            assert "not the truth" not in text, lost
+            kinds = [type(e.event) for _, e in entries if e.request == request]
+            if Admitted not in kinds:
+                assert "How long its prompt was, this log does not say." in text
+                assert "none is missing" not in text
 
 
 def test_a_rejection_is_told_with_its_numbers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -410,6 +410,38 @@ def test_a_reader_whom_a_drop_overtakes_is_told(tmp_path: Path, driver: Driver) 
     assert file.snapshot == store.snapshot
     assert not file.complete
     store.close()
+
+
+class Overtaken(SegmentStore):
+    """Drops its beginning whenever somebody has begun to read it, once it is told to."""
+
+    def __init__(self, folder: Path, log: Log) -> None:
+        super().__init__(folder, segment_bytes=1500)
+        self.log = log
+        self.dropping = False
+
+    def tail(self, position: int) -> Iterator[Stored]:
+        found = super().tail(position)
+        if self.dropping:
+            drop(self, self.log)
+        return found
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("follow", [False, True])
+async def test_a_tail_that_a_drop_overtakes_is_refused(
+    tmp_path: Path, model: Path, driver: Driver, follow: bool
+) -> None:
+    """It never ends as if there were no more: the client is told where the log begins now."""
+    filled(tmp_path, driver.log).close()
+    store = Overtaken(tmp_path, driver.log)
+    async with deployment(model, store=store, engines=False) as here:
+        store.dropping = True
+        call = here.log.Tail(log_pb2.TailRequest(from_position=1, follow=follow))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [message async for message in call]
+        assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+        assert f"{store.first_position}" in str(caught.value.details())
 
 
 # --- judging the rest -------------------------------------------------------------------------

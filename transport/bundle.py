@@ -77,6 +77,7 @@ class Checked:
 
     problems: tuple[str, ...]
     files: int
+    signature: bool
     signed_by: str
     signature_checked: bool
     identities: bool
@@ -258,7 +259,15 @@ def check(path: Path, *, key: bytes | None = None) -> Checked:
     damaged = {line.split(":")[0] for line in problems}
     if not damaged & {LOG, VERDICTS}:
         verdict = _verdict(files, problems)
-    return Checked(tuple(problems), len(files), signed_by, checked, IDENTITIES in files, verdict)
+    return Checked(
+        problems=tuple(problems),
+        files=len(files),
+        signature=SIGNATURE in files,
+        signed_by=signed_by,
+        signature_checked=checked,
+        identities=IDENTITIES in files,
+        verdict=verdict,
+    )
 
 
 def _unpacked(path: Path) -> tuple[dict[str, bytes], list[str]]:

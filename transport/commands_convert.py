@@ -89,8 +89,10 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
     with opened(file) as capture:
         if capture.foreign:
             raise UsageError(f"{file} is a foreign log; segments would pass it off as our own")
+        left_out: list[UnknownRecord] = []
         with Reading(capture, shown=not json), partial_folder(output) as folder:
-            count, head = import_entries(_recorded(capture), folder)
+            count, head = import_entries(_recorded(capture, left_out), folder)
+            _expect_whole(capture, left_out)
         if json:
             written = {
                 "output": str(output),
@@ -107,17 +109,36 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
 
 
-def _recorded(capture: Capture) -> Iterator[tuple[int, Recorded]]:
+def _expect_whole(capture: Capture, left_out: list[UnknownRecord]) -> None:
+    """Raises `IncompleteLog`, for what is missing at the end nobody would miss."""
+    from transport.chain_problems import Wrong
+    from transport.convert import IncompleteLog
+    from transport.forensics_read import LinesCapture
+    from transport.verify_text import problem_line
+
+    gone = [f"positions {gap.first} to {gap.last} are missing" for gap in capture.missing]
+    gone += [f"line {one.line}: {one.reason}" for one in left_out]
+    # A clock that went back took nothing away.
+    gone += [problem_line(one) for one in capture.problems if one.wrong is not Wrong.CLOCK]
+    if not capture.claims_whole and (isinstance(capture, LinesCapture) or not capture.problems):
+        gone += [*capture.notes, "its header says that it is not complete"]
+    if gone:
+        raise IncompleteLog(gone[0])
+
+
+def _recorded(capture: Capture, left_out: list[UnknownRecord]) -> Iterator[tuple[int, Recorded]]:
     """Every entry, and every record of a later version whose bytes are known, in their order."""
     passed_over: list[UnknownRecord] = []
     capture.passing_over = passed_over.append
     for position, entry in capture:
-        yield from _verbatim(passed_over)
+        yield from _verbatim(passed_over, left_out)
         yield position, entry
-    yield from _verbatim(passed_over)
+    yield from _verbatim(passed_over, left_out)
 
 
-def _verbatim(passed_over: list[UnknownRecord]) -> Iterator[tuple[int, Recorded]]:
+def _verbatim(
+    passed_over: list[UnknownRecord], left_out: list[UnknownRecord]
+) -> Iterator[tuple[int, Recorded]]:
     """The records of which somebody kept the bytes, in place of what they say."""
     from google.protobuf.message import DecodeError
 
@@ -125,16 +146,17 @@ def _verbatim(passed_over: list[UnknownRecord]) -> Iterator[tuple[int, Recorded]
 
     while passed_over:
         one = passed_over.pop(0)
-        kept = one.record.get("bytes")
-        if one.position is None or not isinstance(kept, str):
-            continue
+        kept, message = one.record.get("bytes"), pb.Entry()
         try:
-            message = pb.Entry.FromString(bytes.fromhex(kept))
+            message.ParseFromString(bytes.fromhex(kept if isinstance(kept, str) else ""))
         except (ValueError, DecodeError):
-            continue
+            kept = None
         # What stands beside the bytes is what people read, so both have to agree.
-        if all(one.record.get(name) == getattr(message, name) for name in READABLE):
+        agree = all(one.record.get(name) == getattr(message, name) for name in READABLE)
+        if kept and agree and one.position is not None:
             yield one.position, message
+        else:
+            left_out.append(one)
 
 
 def export_lines(

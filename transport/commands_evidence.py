@@ -173,6 +173,7 @@ def bundle(
 
     from transport import bundle as archive
     from transport.explain import NotInLog
+    from transport.replay_text import missing_lines
     from transport.signature import NoSignature
 
     key = None if sign is None else key_bytes(sign, "--sign")
@@ -210,6 +211,8 @@ def bundle(
             )
             if not clear:
                 say(f"clear values are in its {archive.IDENTITIES}, which may be taken out")
+        for line in () if capture.whole else missing_lines(capture):
+            note(line)
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
 
 
@@ -260,7 +263,7 @@ def verify(
         if checked.signed_by:
             whose = "the given key" if checked.signature_checked else "the key in the archive"
             say(f"signed by {whose}, fingerprint {checked.signed_by}")
-        else:
+        elif not checked.signature:
             say("not signed")
         if checked.verdict:
             affected = checked.verdict["affected"]

@@ -33,6 +33,14 @@ class GapInLog(ValueError):
         self.expected = expected
 
 
+class IncompleteLog(ValueError):
+    """Something is missing that positions do not show, and segments could not say so."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; a log of which something is missing stays as it is")
+        self.reason = reason
+
+
 class Segments:
     """Writes entries in their order, and closes each segment when it is full."""
 

@@ -229,7 +229,7 @@ def _named(grant: GrantId, grants: dict[GrantId, Reserved]) -> str:
 
 
 def _coverage(own: Sequence[tuple[int, Entry]]) -> Iterator[Sentence]:
-    prompt = 0
+    prompt: int | None = None
     written: dict[GrantId, list[TokenRange]] = {}
     for _, entry in own:
         event = entry.event
@@ -239,6 +239,10 @@ def _coverage(own: Sequence[tuple[int, Entry]]) -> Iterator[Sentence]:
             written[event.grant] = []
         elif isinstance(event, Transferred) and event.grant in written:
             written[event.grant].append(event.tokens)
+    if prompt is None:
+        if written:
+            yield Sentence(0, 0, "How long its prompt was, this log does not say.")
+        return
     for grant, ranges in written.items():
         gaps, reached = [], 0
         for tokens in sorted(ranges):
@@ -272,8 +276,11 @@ def _reads(response: Response | None) -> Iterator[Sentence]:
     more = f" and of {len(most) - 5} more" if len(most) > 5 else ""
     stale = max(read.stale_ns for read in response.reads)
     age = f"; the oldest were {duration(stale)} old" if stale else ""
+    tokens = counted(response.tokens, "token")
     text = (
-        f"It read {counted(response.tokens, 'token')} that it had not written: {shown}{more}{age}."
+        f"It read {tokens} that it had not written: {shown}{more}{age}."
+        if response.certain
+        else f"By what there is of it, it read {tokens} that it had not written."
     )
     yield Sentence(0, 0, text)
 
@@ -313,7 +320,7 @@ def _told(
         if response.refused is not None:
             due = HTTP_DUE[response.refused]
             true, verdict = False, f"That was not the truth: it had been rejected, {due} was due."
-        elif response.reads:
+        elif response.certain:
             true, verdict = False, "That was not the truth: the answer was made from others' bytes."
         else:
             true, verdict = None, "Whether that was the truth, this log cannot say."

@@ -236,6 +236,7 @@ class LinesCapture(Capture):
         super().__init__(foreign=header.foreign, source=header.source)
         self.claims_whole = header.complete
         self._declared = header.entries
+        self._first = 0
         self._seen: Counter[str] = Counter()
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
@@ -258,16 +259,27 @@ class LinesCapture(Capture):
                 self._unreadable(attrs.evolve(unknown, record=said))
                 continue
             self._seen[one.entry.request] += 1
+            self._first = self._first or one.position
             self._order(line, one, time_ns)
             time_ns = one.entry.time_ns
             yield one.position, one.entry
         if self._declared is not None and count < self._declared:
-            self.missing.append(Missing(count + 1, self._declared, "the header counts them"))
+            self._miss_end(self._declared, count)
         elif self._declared is not None and count > self._declared:
             self.claims_whole = False
             self.notes.append(
                 f"{counted(count, 'entry')} behind a header that counts {self._declared}"
             )
+
+    def _miss_end(self, declared: int, count: int) -> None:
+        """Lines that the header counts and no gap between positions stands for are gone at the end."""
+        last = self._next - 1
+        if self.foreign or not self._first:
+            last, lost = count, declared - count
+        else:
+            lost = min(declared - count, declared - (last - self._first + 1))
+        if lost > 0:
+            self.missing.append(Missing(last + 1, last + lost, "the header counts them"))
 
     def _order(self, line: int, one: Stored, time_ns: int) -> None:
         """Lines have no chain; their positions and times are all there is to compare."""
@@ -308,11 +320,18 @@ def open_capture(path: Path, stack: ExitStack) -> Capture:
             from transport.parquet_read import open_parquet
 
             return open_parquet(path, stack)
-        return open_lines(stack.enter_context(path.open("rb")))
+        return _lines_of(path, stack)
     except FileNotFoundError as error:
         raise UnreadableLog(0, REMOVED if path.exists() else str(error)) from error
     except OSError as error:
         raise UnreadableLog(0, str(error)) from error
+
+
+def _lines_of(path: Path, stack: ExitStack) -> Capture:
+    try:
+        return open_lines(stack.enter_context(path.open("rb")))
+    except UnreadableLog as error:
+        raise UnreadableLog(0, f"{path}: {error}") from error
 
 
 def open_lines(stream: IO[bytes]) -> Capture:

@@ -186,7 +186,7 @@ def missing_lines(capture: Capture, found: Exposures) -> Iterator[str]:
     positions, times = shares(found)
     if not capture.whole:
         yield (
-            f"incomplete: {positions:.2%} of the positions and {times:.2%} of the time are not "
+            f"incomplete: at least {positions:.2%} of the positions and {times:.2%} of the time are not "
             "covered; the bounds say what that leaves open"
         )
 

@@ -74,7 +74,9 @@ def problem_line(problem: Problem) -> str:
     if problem.wrong is Wrong.SIGNATURE:
         where = f"{problem.segment}: " if problem.segment else ""
         return f"{where}{problem.wrong.value}: {problem.message}"
-    return f"{problem.segment}, byte {problem.offset}{positions}: {problem.wrong.value}: {problem.message}"
+    # A line has no place but its number.
+    byte = "" if problem.segment.startswith("line ") else f", byte {problem.offset}"
+    return f"{problem.segment}{byte}{positions}: {problem.wrong.value}: {problem.message}"
 
 
 def verify_object(capture: Capture, signed: Sequence[Signed] | None = None) -> dict[str, Any]:
