@@ -527,6 +527,12 @@ async def test_a_scheduler_starts_from_a_snapshot_and_says_what_is_missing(
             await here.log.Tail(log_pb2.TailRequest(from_position=1)).read()
         assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
         assert str(begins) in str(caught.value.details())
+        capsys.readouterr()
+        live = ("log", "export", "--scheduler", here.address)
+        assert await anyio.to_thread.run_sync(cli.run, live) == 0
+        printed = capsys.readouterr()
+        assert f"missing: positions 1 to {begins - 1}: " in printed.err
+        assert json.loads(printed.out.splitlines()[0])["complete"] is False
     capsys.readouterr()
     assert await anyio.to_thread.run_sync(cli.run, ("replay", str(folder))) == 5
     said = capsys.readouterr().out

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lifecycle.wording import counted
-from transport.commands_forensics import opened
+from transport.commands_forensics import log_or_scheduler, opened
 from transport.commands_log import log_app
 from transport.commands_shared import (
     EXIT_OK,
@@ -22,7 +21,6 @@ from transport.commands_shared import (
     Json,
     Switch,
     UsageError,
-    connect,
     is_standard,
     note,
     say,
@@ -104,9 +102,12 @@ def import_log(file: Path, /, *, output: Path, json: Json = False) -> int:
         else:
             say(f"{counted(count, 'entry')} written to {output}; the chain ends with {head.hex()}")
             for one in capture.unknown:
-                what = f"line {one.line}" if one.line else f"position {one.position}, kept as it is"
-                say(f"not understood: {what}: {one.reason}")
+                say(f"not understood, and kept as it is: {_place(one)}: {one.reason}")
         return EXIT_OK if capture.whole else EXIT_UNREADABLE
+
+
+def _place(one: UnknownRecord) -> str:
+    return f"line {one.line}" if one.line else f"position {one.position}"
 
 
 def _expect_whole(capture: Capture, left_out: list[UnknownRecord]) -> None:
@@ -117,7 +118,7 @@ def _expect_whole(capture: Capture, left_out: list[UnknownRecord]) -> None:
     from transport.verify_text import problem_line
 
     gone = [f"positions {gap.first} to {gap.last} are missing" for gap in capture.missing]
-    gone += [f"line {one.line}: {one.reason}" for one in left_out]
+    gone += [f"{_place(one)}: {one.reason}" for one in left_out]
     # A clock that went back took nothing away.
     gone += [problem_line(one) for one in capture.problems if one.wrong is not Wrong.CLOCK]
     if not capture.claims_whole and (isinstance(capture, LinesCapture) or not capture.problems):
@@ -168,7 +169,7 @@ def export_lines(
     from transport.progress import Reading
     from transport.replay_text import missing_lines
 
-    with _source(log, scheduler, door) as capture, no_lines() as lines:
+    with log_or_scheduler(log, scheduler, door) as capture, no_lines() as lines:
         with Reading(capture, shown=not json):
             lines.read(capture)
         if output is None or is_standard(output):
@@ -194,7 +195,7 @@ def export_parquet(
     from transport.parquet import write_parquet
     from transport.progress import Reading
 
-    with _source(log, scheduler, door) as capture:
+    with log_or_scheduler(log, scheduler, door) as capture:
         with Reading(capture, shown=not json):
             count = write_parquet(capture, output)
         size = output.stat().st_size
@@ -217,15 +218,3 @@ def export_parquet(
             if capture.unknown:
                 say(f"kept as they are, for they could not be understood: {len(capture.unknown)}")
         return EXIT_OK if capture.intact else EXIT_UNREADABLE
-
-
-@contextmanager
-def _source(log: Path | None, scheduler: str, door: CallSettings) -> Iterator[Capture]:
-    if log is not None:
-        with opened(log) as capture:
-            yield capture
-        return
-    from transport.forensics_read import LiveCapture
-
-    with connect(scheduler, door) as client, closing(client.tail()) as entries:
-        yield LiveCapture(entries)

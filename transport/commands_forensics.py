@@ -165,7 +165,7 @@ def explain(
     """
     from transport import explain as stories
 
-    with _log_or_scheduler(log, scheduler, door) as capture:
+    with log_or_scheduler(log, scheduler, door) as capture:
         try:
             with Reading(capture, shown=not json):
                 story = stories.explain(RequestId(request), capture)
@@ -246,7 +246,8 @@ def timeline(
 
 
 @contextmanager
-def _log_or_scheduler(log: Path | None, scheduler: str, door: CallSettings) -> Iterator[Capture]:
+def log_or_scheduler(log: Path | None, scheduler: str, door: CallSettings) -> Iterator[Capture]:
+    """The log as a stream, or that of a running scheduler where none is named."""
     if log is not None:
         with opened(log) as capture:
             yield capture

@@ -76,12 +76,17 @@ class Capture:
     @property
     def intact(self) -> bool:
         """Whether nothing is missing but a beginning that was dropped on purpose."""
-        return self.whole or (self.snapshot is not None and not self.damaged)
+        return self.whole or (self.dropped and not self.damaged)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether a beginning was dropped on purpose, and a snapshot stands for it."""
+        return self.snapshot is not None
 
     @property
     def damaged(self) -> bool:
         """Whether more is wrong than a beginning that was dropped on purpose, behind a snapshot."""
-        lacking = len(self.gaps()) > (self.snapshot is not None)
+        lacking = len(self.gaps()) > self.dropped
         return bool(self.problems or self.unknown or lacking)
 
     def gaps(self) -> list[Missing]:
@@ -354,6 +359,11 @@ class LiveCapture(Capture):
         """What a client reads from the first position on."""
         super().__init__(foreign=False, source=jsonlines.SOURCE)
         self._entries = entries
+
+    @property
+    def dropped(self) -> bool:
+        """A running scheduler lacks nothing else; the snapshot is in its folder."""
+        return any(gap.first == 1 for gap in self.missing)
 
     def _read(self) -> Iterator[tuple[int, Entry]]:
         for one in self._entries:
