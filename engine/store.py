@@ -191,7 +191,8 @@ class EventStore(Protocol):
     def tail(self, position: int) -> Iterator[Stored]:
         """Entries from this position to the last of the moment of the call; it does not wait.
 
-        One after the last is empty.  Raises `PositionOutOfRange`, at the call.
+        One after the last is empty.  Raises `PositionOutOfRange` at the call, and later where the
+        next one was dropped or cut off meanwhile: nobody takes a part for all.
         """
         ...
 

@@ -412,6 +412,18 @@ def test_a_reader_whom_a_drop_overtakes_is_told(tmp_path: Path, driver: Driver) 
     store.close()
 
 
+def test_an_iterator_never_takes_a_part_for_all(tmp_path: Path, driver: Driver) -> None:
+    """What it has not given when the beginning is dropped is missed, with where the log begins."""
+    store = filled(tmp_path, driver.log)
+    found = store.tail(1)
+    assert next(found).position == 1
+    drop(store, driver.log)
+    with pytest.raises(PositionOutOfRange) as caught:
+        _ = [*found]
+    assert caught.value.first == store.first_position
+    store.close()
+
+
 class Overtaken(SegmentStore):
     """Drops its beginning whenever somebody has begun to read it, once it is told to."""
 

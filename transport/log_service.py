@@ -118,9 +118,6 @@ class LogService(log_pb2_grpc.LogServiceServicer):
                     entries = [encode_stored(s) for s in visible]
                     await context.write(pb.TailResponse(entries=entries))
                 position = stored[-1].position + 1
-            elif position <= self._store.last_position:
-                # It was dropped or cut off while it was read, and the next look says which.
-                continue
             elif not request.follow or self.closing.is_set():
                 return
             elif position > self._owner.journal.appended:

@@ -385,9 +385,10 @@ class SegmentStore:
     def _stored_between(self, position: int, last: int) -> Iterator[Stored]:
         while position <= last:
             with self._lock:
-                if not self.first_position <= position <= self._last:
+                begins, ends = self.first_position, self._last
+                if not begins <= position <= ends:
                     # It was dropped meanwhile, or cut off and will be appended again.
-                    return
+                    raise PositionOutOfRange(position, first=begins, last=ends)
                 first, entries = self._frames.frame_at(position)
             for offset in range(position - first, len(entries)):
                 yield Stored(first + offset, entries[offset])
