@@ -39,7 +39,7 @@ from lifecycle.forensics_slots import SlotMap, slots_of
 from lifecycle.forensics_story import Held, Story
 from lifecycle.forensics_values import Doubt, Read, Source, Told
 from lifecycle.ids import FLEET, EngineId, Party, RequestId, TokenRange
-from lifecycle.shelf import Shelf
+from lifecycle.shelf import Library
 
 Write = tuple[Held, int, int]
 """Under which grant, at which position, and when."""
@@ -65,7 +65,7 @@ class Inquiry:
     """
 
     def __init__(
-        self, *, from_the_beginning: bool = True, shelf: Shelf[Story] | None = None
+        self, *, from_the_beginning: bool = True, shelf: Library[Story] | None = None
     ) -> None:
         """`from_the_beginning`: no entry before the first one taken is missing."""
         self.stories: dict[RequestId, Story] = {}

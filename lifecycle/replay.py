@@ -18,6 +18,7 @@ from lifecycle.guards_ends import pages_checked, reads_checked
 from lifecycle.history import History
 from lifecycle.ids import FLEET, RequestId
 from lifecycle.rules import RULES
+from lifecycle.shelf import Shelf
 from lifecycle.snapshot import Snapshot, restore
 from lifecycle.state import OPEN, TERMINAL, Phase, RequestState, Violation
 
@@ -25,20 +26,8 @@ UNCOMPARED = ("read-what-was-written/verified", "read-what-was-written/reads")
 """Guards that an engine without page headers breaks with every single request."""
 
 
-class Aside(Protocol):
-    """Where a replay puts requests that are over, so that a long log needs no more memory.
-
-    What was put comes back as it was, however late its next entry is.
-    """
-
-    def put(self, state: RequestState) -> None:
-        """Keep this; it takes the place of what was kept of the same request before."""
-
-    def find(self, request: RequestId) -> RequestState | None:
-        """What was put last, or None; it may be put again."""
-
-    def names(self) -> Iterator[RequestId]:
-        """Every request that was ever put, once."""
+class Aside(Shelf[RequestState], Protocol):
+    """Where a replay puts requests that are over, so that a long log needs no more memory."""
 
     def broke(self, request: RequestId) -> bool:
         """Whether a part of the log that this replay has not seen holds its first violation."""

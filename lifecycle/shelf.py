@@ -35,5 +35,9 @@ class Shelf(Protocol[N]):
     def names(self) -> Iterator[RequestId]:
         """Every request of which something was put, once."""
 
+
+class Library(Shelf[N], Protocol[N]):
+    """A shelf that can be read from end to end."""
+
     def values(self) -> Iterator[N]:
         """What was put last of every request, once; a second time in the same order."""

@@ -273,9 +273,9 @@ class IndexAside:
         self._position = position
         self._since: DiskAside[RequestState] = DiskAside()
 
-    def put(self, state: RequestState) -> None:
+    def put(self, one: RequestState) -> None:
         """Keep this in place of what the log says of it up to the snapshot."""
-        self._since.put(state)
+        self._since.put(one)
 
     def find(self, request: RequestId) -> RequestState | None:
         """What was put, or what the request's entries up to the snapshot come to."""
