@@ -29,7 +29,7 @@ say = @printf '\n==> %s\n'
 help: ## Show this list
 	@echo "make demo   set up, start the parts, answer a question with a real model, show its log"
 	@echo "make test   set up, then every check that blocks a change"
-	@echo "make check  set up, then the one-minute subset of the checks"
+	@echo "make check  set up, then the checks that need no model and no processes"
 	@echo
 	@echo "Single steps:"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -107,7 +107,7 @@ test: ## Every check that blocks a change
 	@$(MAKE) tests
 
 .PHONY: check
-check: ## Lint, types and the fast tests: about a minute
+check: ## Lint, types and the fast tests: about four minutes
 	@$(MAKE) lint
 	@$(MAKE) types
 	@$(MAKE) fast-tests
