@@ -32,7 +32,7 @@ from transport.engine_shell import (
     EXIT_REFUSED,
     EngineShell,
 )
-from transport.fleet_client import decode_sampling
+from transport.fleet_client import BACKOFF_SECONDS_FIRST, decode_sampling
 from transport.pb import (
     admin_pb2,
     admin_pb2_grpc,
@@ -452,6 +452,20 @@ async def test_an_older_scheduler_is_not_obeyed(directory: Path) -> None:
     assert engine.shell.owner.core.epoch == 5
     assert [inventory.epoch for inventory in inventories] in ([5], [])
     assert served.streams == 2
+
+
+async def test_who_is_not_obeyed_is_asked_less_and_less_often(directory: Path) -> None:
+    """An older scheduler speaks at once and every time, which is no reason for haste."""
+    older = [[welcome(4, inventory_wanted=True)] for _ in range(3)]
+    last = [refused(fleet_pb2.ATTACH_REFUSAL_LOST)]
+    async with serving(Scripted([welcome(5, inventory_wanted=True), welcome(4)], *older, last)) as (
+        served,
+        address,
+    ):
+        engine = await run_against(directory, address)
+    assert served.streams == 5
+    # Three doublings at the least: whether the first stream counts as taken hangs on its speed.
+    assert engine.shell._client.backoff_seconds >= 8 * BACKOFF_SECONDS_FIRST
 
 
 async def test_a_short_lease_shortens_the_wait_between_streams(directory: Path) -> None:

@@ -100,6 +100,7 @@ class FleetClient:
     ) -> None:
         """Raises InvalidSetting when certificates or token cannot be used."""
         self.welcomed = False
+        self.backoff_seconds = BACKOFF_SECONDS_FIRST
         self.backoff_seconds_max = BACKOFF_SECONDS_MAX
         self._target = settings.scheduler
         self._dial = Dial.of(settings, token_file=settings.token_file)
@@ -122,30 +123,30 @@ class FleetClient:
 
     async def run(self) -> None:
         """Open streams until cancelled."""
-        backoff = BACKOFF_SECONDS_FIRST
         async with self._dial.aio_channel(self._target, CHANNEL_OPTIONS) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             while True:
-                heard_any, broken = await self._one_stream(stub)
+                taken, broken = await self._one_stream(stub)
                 self.drop()
                 await self._deliver(broken)
-                backoff = 2 * backoff if not heard_any else BACKOFF_SECONDS_FIRST
-                backoff = min(backoff, self.backoff_seconds_max)
-                await anyio.sleep(backoff)
+                # A scheduler that speaks and is not obeyed, or refuses, is no reason for haste.
+                wanted = BACKOFF_SECONDS_FIRST if taken else 2 * self.backoff_seconds
+                self.backoff_seconds = min(wanted, self.backoff_seconds_max)
+                await anyio.sleep(self.backoff_seconds)
 
     async def _one_stream(self, stub: Any) -> tuple[bool, Broken]:
-        """One stream from hello to end; whether anything was heard, and why it ended."""
+        """One stream from hello to end; whether the owner welcomed it, and why it ended."""
         outbox = self._outbox = Mailbox(OUTBOX_ITEMS_MAX)
         call = stub.Connect(metadata=self._dial.metadata())
-        heard_any, denied, reason = False, False, "the outbox was full, or the stream was given up"
+        taken, denied, reason = False, False, "the outbox was full, or the stream was given up"
         try:
             async with anyio.create_task_group() as tasks:
                 hello = pb.EngineItem(hello=self._hello())
                 tasks.start_soon(self._write, call, hello, outbox, tasks.cancel_scope)
                 try:
                     while (response := await call.read()) is not grpc.aio.EOF:
-                        heard_any = True
                         await self._deliver(Heard(tuple(response.items)))
+                        taken = taken or self.welcomed
                     reason = "the scheduler ended the stream"
                 except grpc.aio.AioRpcError as error:
                     denied = error.code() in DENIALS
@@ -158,7 +159,7 @@ class FleetClient:
                 tasks.cancel_scope.cancel()
         finally:
             call.cancel()
-        return heard_any, Broken(reason, denied)
+        return taken or self.welcomed, Broken(reason, denied)
 
     async def _write(
         self,
