@@ -37,11 +37,12 @@ THREADS_MAX = 8
 WIND_UP_SECONDS_MAX = 10.0
 """How long a process waits for its own copies to end; then it ends, which ends them."""
 LOOK_SECONDS = 0.02
-LIVES_MAX = 16
+LIVES_MAX = 32
 LIVES_SECONDS = 60.0
 """A process that is given up in the last of more than so many lives in so many seconds ends.
 
-Losing a life takes a lease, so more than that are given up for something that another life meets too.
+Losing a life takes a lease, and the shortest that is of use is two seconds, so more than that are
+given up for something that another life meets too.
 """
 
 _log = structlog.get_logger("custody.engine")

@@ -80,12 +80,11 @@ def first_piece(entries: Sequence[Stored], suits: Callable[[Piece], bool]) -> Pi
 
 
 def answered(piece: Piece) -> bool:
-    """One attempt, several writes, a whole answer."""
-    return (
-        len(piece.events(Admitted)) == 1
-        and len(piece.events(Transferred)) > 1
-        and bool(piece.events(Finished))
-    )
+    """One attempt, several writes, a whole answer, and then several grants given back."""
+    kinds = [type(e.event) for _, e in piece.log if e.request == piece.request]
+    if kinds.count(Admitted) != 1 or kinds.count(Transferred) < 2 or Finished not in kinds:
+        return False
+    return kinds.count(Released) > 1 and Released in kinds[kinds.index(Finished) :]
 
 
 def ended_while_written(piece: Piece) -> bool:

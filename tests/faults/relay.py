@@ -25,7 +25,7 @@ class Relay:
         self._going = threading.Event()
         self._going.set()
         self._lock = threading.Lock()
-        self._open: list[socket.socket] = []
+        self._open: set[socket.socket] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="relay", daemon=True)
         self._thread.start()
@@ -54,13 +54,12 @@ class Relay:
 
     def _reset(self) -> None:
         with self._lock:
-            sockets, self._open = self._open, []
+            sockets = tuple(self._open)
         for one in sockets:
             with suppress(OSError):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER_NONE)
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            one.close()
 
     def _accept(self) -> None:
         while not self._closed:
@@ -79,11 +78,20 @@ class Relay:
             near.close()
             return
         with self._lock:
-            self._open += [near, far]
-        for source, target in ((near, far), (far, near)):
+            self._open |= {near, far}
+        for one in (near, far):
             with suppress(OSError):
-                source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        back = threading.Thread(target=self._pump, args=(far, near), daemon=True)
+        back.start()
+        self._pump(near, far)
+        back.join()
+        # Closed by nobody who does not know that both are at rest: the number of a closed socket is
+        # the next connection's, and whoever still waits on it would take that one's bytes.
+        with self._lock:
+            self._open -= {near, far}
+        near.close()
+        far.close()
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         try:
@@ -96,7 +104,3 @@ class Relay:
         for one in (source, target):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-            one.close()
-            with self._lock:
-                if one in self._open:
-                    self._open.remove(one)
