@@ -221,20 +221,13 @@ def _exit_code(error: Exception) -> int | None:
     from kernels.layout import LayoutUnsupportedError
     from transport.bundle import NoBundle
     from transport.client import Refused, Unreachable
-    from transport.convert import GapInLog, IncompleteLog
+    from transport.convert import IncompleteLog
     from transport.jsonlines import UnreadableLog
     from transport.parquet import NoParquet, UnusableMeans
     from transport.seek_index import UnusableIndex
 
     if isinstance(
-        error,
-        UnusableIndex
-        | UnreadableLog
-        | StoreDamaged
-        | StoreTooNew
-        | NoBundle
-        | GapInLog
-        | IncompleteLog,
+        error, UnusableIndex | UnreadableLog | StoreDamaged | StoreTooNew | NoBundle | IncompleteLog
     ):
         return EXIT_UNREADABLE
     if isinstance(error, Unreachable):

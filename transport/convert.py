@@ -21,24 +21,21 @@ BATCH_ENTRIES = 512
 SEGMENT_BYTES = 64 << 20
 
 
-class GapInLog(ValueError):
-    """Positions do not follow one another from 1, so no segments can hold them."""
-
-    def __init__(self, found: int, expected: int) -> None:
-        super().__init__(
-            f"position {found} where {expected} is next: "
-            "a log whose positions do not count on stays as it is"
-        )
-        self.found = found
-        self.expected = expected
-
-
 class IncompleteLog(ValueError):
-    """Something is missing that positions do not show, and segments could not say so."""
+    """Something of it is missing, and segments could not say so."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; a log of which something is missing stays as it is")
         self.reason = reason
+
+
+class GapInLog(IncompleteLog):
+    """Positions do not follow one another from 1, so no segments can hold them."""
+
+    def __init__(self, found: int, expected: int) -> None:
+        super().__init__(f"position {found} where {expected} is next")
+        self.found = found
+        self.expected = expected
 
 
 class Segments:

@@ -1,6 +1,7 @@
 """Reading many values without the garbage collector.
 
 Owns: that it is as it was afterwards.
+Must not know: what is read.
 """
 
 from __future__ import annotations
